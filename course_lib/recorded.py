@@ -1,0 +1,79 @@
+"""Figures measured on named hardware, shown beside the learner's own.
+
+A lesson calls `note` for each figure it measures and `table` at its end. `course record` collects the
+notes of a run and keeps them in the worked notebook's metadata, each with GPU, versions, commit and
+date: that notebook is the only place where a recorded figure is stored.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+
+NBS = Path(__file__).resolve().parent.parent / "nbs"
+_mine = {}
+
+
+def note(name, value, unit, bar=None):
+    """Note a measured figure of this run: `note("05.copy_tbps", 4.27, "TB/s")`; returns the value.
+
+    `bar` is the figure's goal on the recording machine, an operator and a value: `(">=", 4.0)`.
+    """
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"figure {name} is {value}; expected a finite number")
+    figure = {"value": value, "unit": unit}
+    if bar is not None:
+        figure["bar"] = {"op": bar[0], "value": float(bar[1])}
+    _mine[name] = figure
+    out = os.environ.get("COURSE_FIGURES")
+    if out:
+        with open(out, "a", encoding="utf-8") as f:
+            f.write(json.dumps({"name": name, **figure}) + "\n")
+    return value
+
+
+def figures(lesson=None):
+    """Every recorded figure, as dicts of `lesson name value unit machine torch date commit` and `bar`.
+
+    `lesson` is a two-digit number, "05"; without it, all lessons.
+    """
+    rows = []
+    for path in sorted(NBS.glob(f"{lesson or '[0-9][0-9]'}_*.ipynb")):
+        stamp = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded") or {}
+        rows += [{"lesson": path.name[:2], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())]
+    return rows
+
+
+def get(name):
+    "The recorded figure called `name`, or None while it has not been recorded."
+    return next((f for f in figures(name.split(".")[0]) if f["name"] == name), None)
+
+
+def table(lesson):
+    "Print the figures of a lesson: this run's beside the recorded ones."
+    print(compare(lesson, _mine))
+
+
+def compare(lesson, mine):
+    "The figures of `lesson` as text: `mine` ({name: {value, unit}}) beside the recorded ones."
+    theirs = {f["name"]: f for f in figures(lesson)}
+    names = [n for n in dict.fromkeys([*mine, *theirs]) if n.startswith(f"{lesson}.")]
+    if not names:
+        return f"no figures for lesson {lesson} yet"
+    rows = [("figure", "this run", "recorded", "unit")]
+    for n in names:
+        rows.append((n, shown(mine.get(n)), shown(theirs.get(n)), (mine.get(n) or theirs[n])["unit"]))
+    widths = [max(len(r[i]) for r in rows) for i in range(4)]
+    lines = ["  ".join((c.ljust if i in (0, 3) else c.rjust)(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+             for r in rows]
+    sources = sorted({f"{f['machine']}, torch {f['torch']}, {f['date']}" for f in theirs.values()})
+    return "\n".join(line.rstrip() for line in lines) + ("\nrecorded on " + "; ".join(sources) if sources else "")
+
+
+def shown(figure):
+    "A figure's value at three significant digits; a dash where there is none."
+    if figure is None:
+        return "–"
+    v = figure["value"]
+    return f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}"

@@ -1,0 +1,82 @@
+"""How lessons draw: one style for figures, and explorers that keep computing and drawing apart."""
+
+import inspect
+
+
+def style():
+    "Set the course's look for every later figure of this notebook."
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(
+        {
+            "figure.figsize": (6.4, 3.6),
+            "figure.dpi": 80,
+            "figure.constrained_layout.use": True,
+            "axes.grid": True,
+            "grid.alpha": 0.25,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.prop_cycle": plt.cycler(color=COLOURS),
+            "font.size": 10,
+            "axes.titlesize": 11,
+            "axes.titlelocation": "left",
+            "legend.frameon": False,
+        }
+    )
+
+
+# Okabe and Ito's palette, told apart by colour-blind readers.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555"]
+
+
+def figure(fig):
+    "Show a matplotlib figure once and close it, so that the inline backend does not draw it again."
+    import matplotlib.pyplot as plt
+    from IPython.display import display
+
+    display(fig)
+    plt.close(fig)
+
+
+class Explorer:
+    """A figure with controls: `compute(**values)` gives data, `view(data)` draws it and returns the figure.
+
+    `controls` are ipywidgets abbreviations or widgets by parameter name: a range `(low, high, step)`, a
+    list of choices, a `FloatLogSlider`. Their starting values are the defaults of `compute`'s parameters.
+    """
+
+    def __init__(self, compute, view, **controls):
+        parameters = inspect.signature(compute).parameters
+        unknown = set(controls) - set(parameters)
+        if unknown:
+            raise ValueError(f"{compute.__name__} has no parameter {sorted(unknown)}; it takes {list(parameters)}")
+        self.compute, self.view, self.controls = compute, view, controls
+        self.defaults = {k: parameters[k].default for k in controls}
+
+    def static(self, **values):
+        "Draw once, at the defaults or at `values`."
+        figure(self.view(self.compute(**{**self.defaults, **values})))
+
+    def interact(self):
+        "The controls above a figure that is redrawn when one moves. Returns the widget."
+        import ipywidgets as widgets
+
+        controls = {k: self._widget(k, c) for k, c in self.controls.items()}
+        out = widgets.interactive_output(self.static, controls)
+        return widgets.VBox([*controls.values(), out])
+
+    def _widget(self, name, control):
+        import ipywidgets as widgets
+
+        if isinstance(control, widgets.Widget):
+            widget = control
+        else:
+            widget = widgets.interactive.widget_from_abbrev(control, self.defaults[name])
+        if widget is None:
+            raise ValueError(f"control {name} is {control!r}; expected a range, a list of choices or a widget")
+        widget.value = self.defaults[name]
+        widget.description = name.replace("_", " ")
+        widget.style.description_width = "initial"
+        if hasattr(widget, "continuous_update"):
+            widget.continuous_update = False  # redraw on release: a slow compute would queue up otherwise
+        return widget
