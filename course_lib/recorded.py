@@ -10,7 +10,8 @@ import math
 import os
 from pathlib import Path
 
-NBS = Path(__file__).resolve().parent.parent / "nbs"
+# COURSE_ROOT names another checkout; see authoring/notebook.py.
+NBS = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent) / "nbs"
 _mine = {}
 
 
@@ -41,7 +42,9 @@ def figures(lesson=None):
     rows = []
     for path in sorted(NBS.glob(f"{lesson or '[0-9][0-9]'}_*.ipynb")):
         stamp = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded") or {}
-        rows += [{"lesson": path.name[:2], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())]
+        rows += [
+            {"lesson": path.name[:2], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())
+        ]
     return rows
 
 
@@ -65,10 +68,16 @@ def compare(lesson, mine):
     for n in names:
         rows.append((n, shown(mine.get(n)), shown(theirs.get(n)), (mine.get(n) or theirs[n])["unit"]))
     widths = [max(len(r[i]) for r in rows) for i in range(4)]
-    lines = ["  ".join((c.ljust if i in (0, 3) else c.rjust)(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-             for r in rows]
+    lines = [
+        "  ".join(
+            (c.ljust if i in (0, 3) else c.rjust)(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        )
+        for r in rows
+    ]
     sources = sorted({f"{f['machine']}, torch {f['torch']}, {f['date']}" for f in theirs.values()})
-    return "\n".join(line.rstrip() for line in lines) + ("\nrecorded on " + "; ".join(sources) if sources else "")
+    return "\n".join(line.rstrip() for line in lines) + (
+        "\nrecorded on " + "; ".join(sources) if sources else ""
+    )
 
 
 def shown(figure):

@@ -49,7 +49,9 @@ class Explorer:
         parameters = inspect.signature(compute).parameters
         unknown = set(controls) - set(parameters)
         if unknown:
-            raise ValueError(f"{compute.__name__} has no parameter {sorted(unknown)}; it takes {list(parameters)}")
+            raise ValueError(
+                f"{compute.__name__} has no parameter {sorted(unknown)}; it takes {list(parameters)}"
+            )
         self.compute, self.view, self.controls = compute, view, controls
         self.defaults = {k: parameters[k].default for k in controls}
 
@@ -73,7 +75,9 @@ class Explorer:
         else:
             widget = widgets.interactive.widget_from_abbrev(control, self.defaults[name])
         if widget is None:
-            raise ValueError(f"control {name} is {control!r}; expected a range, a list of choices or a widget")
+            raise ValueError(
+                f"control {name} is {control!r}; expected a range, a list of choices or a widget"
+            )
         widget.value = self.defaults[name]
         widget.description = name.replace("_", " ")
         widget.style.description_width = "initial"

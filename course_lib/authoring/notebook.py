@@ -9,7 +9,8 @@ import os
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+# COURSE_ROOT names another checkout; tests point it at a small course of their own.
+ROOT = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent.parent)
 NBS, LESSONS, WORK = ROOT / "nbs", ROOT / "lessons", ROOT / "work"
 
 
@@ -22,16 +23,29 @@ def load(path):
     try:
         nb = json.loads(Path(path).read_text(encoding="utf-8"))
         cells = nb["cells"]
-        if not all(isinstance(c["cell_type"], str) and isinstance(c["source"], str | list) for c in cells):
+        if not (
+            isinstance(cells, list)
+            and all(isinstance(c["cell_type"], str) and _is_text(c["source"]) for c in cells)
+        ):
             raise ValueError
+        for part in (nb, *cells):  # hand-edited files may lack it, and readers rely on it
+            if not isinstance(part.get("metadata"), dict):
+                part["metadata"] = {}
     except OSError as e:
         raise CourseError(f"{path} can't be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise CourseError(
-            f"{path} is not a notebook (damaged JSON, or no cells): "
-            f"`course reset` gives a fresh copy and keeps this one under another name"
-        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if Path(path).parent in (NBS, LESSONS):
+            cure = "take it from git again"
+        else:
+            cure = f"`course reset {Path(path).name[:2]}` gives a fresh copy and keeps this one aside"
+        raise CourseError(f"{path} is not a notebook (damaged JSON, or no cells): {cure}") from None
     return nb
+
+
+def _is_text(source):
+    return isinstance(source, str) or (
+        isinstance(source, list) and all(isinstance(line, str) for line in source)
+    )
 
 
 def dump(nb):
@@ -41,15 +55,26 @@ def dump(nb):
 
 def save(nb, path):
     "Write a notebook so that a reader sees the old one or the new one whole."
-    path = Path(path)
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    write(dump(nb), path)
+
+
+def write(text, path):
+    """Write a text file so that a reader, or a full disk, leaves the old one or the new one whole.
+
+    Raises CourseError where the folder is read-only or the disk is full.
+    """
+    path, tmp = Path(path), None
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            f.write(dump(nb))
+        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(fd, "w", encoding="utf-8", newline="\n") as f:
+            f.write(text)
         os.chmod(tmp, 0o644)
         os.replace(tmp, path)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
+    except BaseException as e:
+        if tmp is not None:
+            Path(tmp).unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
         raise
 
 
@@ -62,7 +87,7 @@ def source(cell):
 def tags(cell):
     "A cell's tags, as a set."
     found = cell.get("metadata", {}).get("tags", [])
-    return set(found) if isinstance(found, list) else set()
+    return {t for t in found if isinstance(t, str)} if isinstance(found, list) else set()
 
 
 def _digest(rows):
@@ -71,18 +96,36 @@ def _digest(rows):
 
 def lesson_hash(nb):
     "The version of a lesson: its cells' ids, types, tags, exercises and sources."
-    return _digest([[c.get("id"), c["cell_type"], sorted(tags(c)), c["metadata"].get("exercise"), source(c)]
-                    for c in nb["cells"]])
+    return _digest(
+        [
+            [c.get("id"), c["cell_type"], sorted(tags(c)), c["metadata"].get("exercise"), source(c)]
+            for c in nb["cells"]
+        ]
+    )
 
 
 def code_hash(nb):
     "What recorded outputs depend on: the code cells' ids, tags and sources, in order."
-    return _digest([[c.get("id"), sorted(tags(c)), source(c)] for c in nb["cells"] if c["cell_type"] == "code"])
+    return _digest(
+        [[c.get("id"), sorted(tags(c)), source(c)] for c in nb["cells"] if c["cell_type"] == "code"]
+    )
 
 
 def exercises(nb):
-    "The exercises of a notebook, in order: dicts of `id title minutes difficulty` and `cell`, the check cell's id."
+    "A notebook's exercises in order: dicts of `id title minutes difficulty`, and `cell`: the check's id."
     return [{**c["metadata"]["exercise"], "cell": c["id"]} for c in nb["cells"] if "check" in tags(c)]
+
+
+def progress(work):
+    """What the learner has passed, from `work`/.progress.json: {"05.1": {"passed": date, "version": hash}}.
+
+    Absent or damaged, it is empty: progress is a comfort, and never a reason to stop.
+    """
+    try:
+        found = json.loads((Path(work) / ".progress.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
 
 
 def lessons():
@@ -91,7 +134,7 @@ def lessons():
 
 
 def resolve(word):
-    """The number of the lesson that a user means by `word`: "5", "05", "roofline", "05_roofline", or a path to it.
+    """The number of the lesson that `word` means: "5", "05", "roofline", "05_roofline", or a path to it.
 
     Raises CourseError that lists the lessons.
     """

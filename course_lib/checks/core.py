@@ -56,7 +56,7 @@ def exercise(number, passed):
 
 def exercises(module):
     "The checks of a module by exercise number, in order: {'05.1': check, …}."
-    found = {f.exercise: f for f in vars(module).values() if hasattr(f, "exercise")}
+    found = {f.exercise: f for f in vars(module).values() if isinstance(getattr(f, "exercise", None), str)}
     return dict(sorted(found.items()))
 
 

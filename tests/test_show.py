@@ -1,0 +1,63 @@
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import pytest
+
+from course_lib import show
+
+
+def compute(rate=0.1, steps=5, shape="bowl"):
+    return {"rate": rate, "steps": steps, "shape": shape}
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    "The data of each redraw, and what was displayed."
+    seen = {"data": [], "shown": []}
+    monkeypatch.setattr("IPython.display.display", lambda fig: seen["shown"].append(fig))
+
+    def view(data):
+        seen["data"].append(data)
+        fig, ax = plt.subplots()
+        ax.plot([0, data["rate"]])
+        return fig
+
+    seen["view"] = view
+    yield seen
+    plt.close("all")
+
+
+def test_static_draws_once_at_the_defaults_or_at_what_is_given(drawn):
+    explorer = show.Explorer(compute, drawn["view"], rate=(0.0, 1.0, 0.1), steps=(1, 9))
+    explorer.static()
+    explorer.static(rate=0.5)
+    assert drawn["data"] == [
+        {"rate": 0.1, "steps": 5, "shape": "bowl"},
+        {"rate": 0.5, "steps": 5, "shape": "bowl"},
+    ]
+    assert len(drawn["shown"]) == 2
+    assert plt.get_fignums() == []  # closed: the inline backend would draw a second copy
+
+
+def test_a_moved_control_redraws_exactly_once_with_its_value(drawn):
+    box = show.Explorer(compute, drawn["view"], rate=(0.0, 1.0, 0.1), shape=["bowl", "valley"]).interact()
+    rate, shape, _ = box.children
+    assert (rate.value, shape.value) == (0.1, "bowl")
+    before = len(drawn["data"])
+    shape.value = "valley"
+    rate.value = 0.7
+    assert len(drawn["data"]) == before + 2
+    assert drawn["data"][-1] == {"rate": 0.7, "steps": 5, "shape": "valley"}
+    assert plt.get_fignums() == []
+
+
+def test_a_control_without_a_parameter_is_refused_by_name(drawn):
+    with pytest.raises(ValueError, match="compute has no parameter"):
+        show.Explorer(compute, drawn["view"], speed=(0, 1))
+
+
+def test_a_control_that_is_no_range_is_refused(drawn):
+    with pytest.raises(ValueError, match="control rate"):
+        show.Explorer(compute, drawn["view"], rate=object()).interact()
