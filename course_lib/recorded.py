@@ -55,24 +55,28 @@ def get(name):
 
 def table(lesson):
     "Print the figures of a lesson: this run's beside the recorded ones."
-    print(compare(lesson, _mine))
+    # A run that is being recorded stands alone: the figures beside it would be those it replaces.
+    print(compare(lesson, _mine, alone="COURSE_RECORDING" in os.environ))
 
 
-def compare(lesson, mine):
-    "The figures of `lesson` as text: `mine` ({name: {value, unit}}) beside the recorded ones."
-    theirs = {f["name"]: f for f in figures(lesson)}
+def compare(lesson, mine, alone=False):
+    "The figures of `lesson` as text: `mine` ({name: {value, unit}}) beside the recorded ones, or `alone`."
+    theirs = {} if alone else {f["name"]: f for f in figures(lesson)}
     names = [n for n in dict.fromkeys([*mine, *theirs]) if n.startswith(f"{lesson}.")]
     if not names:
         return f"no figures for lesson {lesson} yet"
     rows = [("figure", "this run", "recorded", "unit")]
     for n in names:
         rows.append((n, shown(mine.get(n)), shown(theirs.get(n)), (mine.get(n) or theirs[n])["unit"]))
-    widths = [max(len(r[i]) for r in rows) for i in range(4)]
+    if alone:
+        rows = [(name, value, unit) for name, value, _, unit in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
-            (c.ljust if i in (0, 3) else c.rjust)(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+            c.ljust(w) if i in (0, len(widths) - 1) else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
         )
-        for r in rows
+        for row in rows
     ]
     sources = sorted({f"{f['machine']}, torch {f['torch']}, {f['date']}" for f in theirs.values()})
     return "\n".join(line.rstrip() for line in lines) + (

@@ -58,6 +58,13 @@ def test_the_table_shows_this_run_beside_the_recorded_one(nbs, capsys):
     assert len(lines) == 4
 
 
+def test_a_run_that_is_recorded_stands_alone(nbs, capsys, monkeypatch):
+    monkeypatch.setenv("COURSE_RECORDING", "1")
+    recorded.note("05.launch_us", 1.5, "µs")
+    recorded.table("05")
+    assert capsys.readouterr().out == "figure        this run  unit\n05.launch_us       1.5  µs\n"
+
+
 def test_a_lesson_without_figures_says_so(nbs, capsys):
     recorded.table("06")
     assert capsys.readouterr().out == "no figures for lesson 06 yet\n"

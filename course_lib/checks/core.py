@@ -74,7 +74,8 @@ def _fixed_settings():
     finally:
         torch.set_default_dtype(dtype)
         torch.set_default_device(device if device.type != "cpu" else None)
-        torch.use_deterministic_algorithms(deterministic)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:  # or Inductor is imported
+            torch.use_deterministic_algorithms(deterministic)
         random.setstate(python_state)
 
 
@@ -129,17 +130,27 @@ def call(fn, *args, mutates=(), **kwargs):
         raise Wrong(f"{name} raised {describe(e)} when called with {shapes(args, kwargs)}") from None
     for i, before in enumerate(kept):
         if i not in mutates and not _same(before, given[i]):
-            raise Wrong(f"{name} changed its input number {i + 1} in place; work on a copy, or write a new tensor")
+            raise Wrong(
+                f"{name} changed its input number {i + 1} in place; work on a copy, or write a new tensor"
+            )
     if not _same(kept_named, named):
         raise Wrong(f"{name} changed one of its inputs in place; work on a copy, or write a new tensor")
     return out
 
 
 def _same(a, b):
-    return all(
-        x.shape == y.shape and torch.equal(x.detach().nan_to_num(), y.detach().nan_to_num())
-        for x, y in zip(_tensors(a), _tensors(b), strict=True)
-    )
+    old, new = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(old) == len(new) and all(map(_same_leaf, old, new))
+
+
+def _same_leaf(x, y):
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            return False
+        return torch.equal(x.detach().nan_to_num(), y.detach().nan_to_num())
+    if isinstance(x, int | float | str):  # a list of numbers may have been sorted in place
+        return type(x) is type(y) and (x == y or x != x)
+    return True
 
 
 def shapes(args, kwargs=None):
@@ -172,9 +183,14 @@ def number(got, what):
     "`got` as a finite float (a one-element tensor counts), or `Wrong`."
     if isinstance(got, torch.Tensor) and got.numel() == 1:
         got = got.item()
-    if isinstance(got, bool) or not isinstance(got, int | float) and not hasattr(got, "__float__"):
+    if isinstance(got, bool | str | bytes):
         raise Wrong(f"{what}: expected a number, got {kind(got)}")
-    got = float(got)
+    try:
+        got = float(got)
+    except (TypeError, ValueError, RuntimeError):
+        raise Wrong(f"{what}: expected a number, got {kind(got)}") from None
+    except OverflowError:
+        got = math.inf
     if not math.isfinite(got):
         raise Wrong(f"{what}: expected a finite number, got {got}")
     return got
@@ -212,7 +228,9 @@ def equal(got, want, what, unit=""):
         value = number(got, what)
         if value != want:
             raise Wrong(f"{what}: expected {want:,}{unit}, got {value:,.10g}{unit}")
-    elif type(got) is not type(want) and not (isinstance(got, list | tuple) and isinstance(want, list | tuple)):
+    elif type(got) is not type(want) and not (
+        isinstance(got, list | tuple) and isinstance(want, list | tuple)
+    ):
         raise Wrong(f"{what}: expected {want!r}, got {kind(got)}")
     elif got != want:
         raise Wrong(f"{what}: expected {want!r}{unit}, got {got!r}{unit}")
@@ -225,5 +243,5 @@ def require(condition, sentence):
 
 
 def poison(*shape, dtype=torch.float32):
-    "A tensor whose every element is wrong (NaN; a large number for integers), to be overwritten by an answer."
+    "A tensor whose every element is wrong (NaN; a large number for integers), for an answer to overwrite."
     return torch.full(shape, float("nan") if dtype.is_floating_point else 2**30 + 7, dtype=dtype)

@@ -1,0 +1,338 @@
+"""What an operator of the portable list reads, writes and computes. `meter` counts with it.
+
+The portable list holds operators that are the same on a CPU and on a GPU, so a count made on CPU tensors
+is true of both. FLOPs by class:
+
+    contraction    mm bmm addmm baddbmm mv addmv dot convolution   2 for each multiply-add
+                   and fused attention, where meter.count(portable=False) allows it
+    normalisation  softmax, log_softmax        5 an element, backward 4
+                   layer_norm                  5 an element, 1 for the weight, 1 for the bias;
+                                               backward 10 an element, 3 for weight and bias
+                   var, std 4 · mse_loss 3 · norm 2 · other reductions, scans, pooling, losses:
+                                               1 for each element they read
+    elementwise    point-wise operators        1 an element of the result, whatever the function
+                   fills, copies, casts, cat, indexing, random numbers    0
+
+The FLOPs of contractions are exact, and what torch's FLOP counter says. Those of the other classes are the
+customary estimates: softmax and layer norm as in "Data Movement Is All You Need" (arXiv 2007.00072), whose
+three classes these are.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+CONTRACTION, NORMALISATION, ELEMENTWISE, OTHER = "contraction", "normalisation", "elementwise", "other"
+CLASSES = (CONTRACTION, NORMALISATION, ELEMENTWISE)
+
+
+def _words(text):
+    return frozenset(text.split())
+
+
+# Names as in torch.ops.aten, without overload and without the underscore of the in-place form.
+ALLOCATIONS = _words("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
+RELABELS = _words("_unsafe_view lift_fresh set resize resize_as")  # nothing moves, whatever the schema says
+FILLS = _words(
+    "zero fill zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full scalar_tensor eye "
+    "arange linspace rand rand_like randn randn_like randint randint_like normal uniform exponential random"
+)
+COPIES = _words(
+    "copy clone _to_copy cat stack repeat flip roll constant_pad_nd tril triu slice_backward select_backward "
+    "diagonal_backward unfold_backward index_select gather take index embedding embedding_dense_backward "
+    "masked_select nonzero repeat_interleave index_put _index_put_impl index_add index_copy index_fill "
+    "scatter scatter_add scatter_reduce sort topk"
+)
+POINTWISE = _words(
+    "add sub rsub mul div neg abs sign pow sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p "
+    "sin cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid logit relu leaky_relu elu celu "
+    "gelu silu mish softplus hardtanh hardsigmoid hardswish log_sigmoid_forward threshold "
+    "maximum minimum fmax fmin clamp clamp_min clamp_max floor ceil round trunc frac fmod remainder "
+    "floor_divide where masked_fill addcmul addcdiv lerp xlogy hypot sgn sinc logaddexp nan_to_num "
+    "eq ne lt le gt ge isnan isinf logical_and logical_or logical_xor logical_not "
+    "bitwise_and bitwise_or bitwise_xor bitwise_not "
+    "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward leaky_relu_backward "
+    "elu_backward hardtanh_backward softplus_backward hardsigmoid_backward hardswish_backward "
+    "mish_backward log_sigmoid_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+    "nll_loss_backward nll_loss2d_backward binary_cross_entropy_backward"
+)
+REDUCTIONS = _words(
+    "sum nansum mean prod max min amax amin aminmax argmax argmin any all logsumexp count_nonzero "
+    "cumsum cumprod nll_loss_forward nll_loss2d_forward smooth_l1_loss huber_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits max_pool2d_with_indices avg_pool2d "
+    "_adaptive_avg_pool2d max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward"
+)
+PER_ELEMENT = {
+    "_softmax": 5, "_log_softmax": 5, "_safe_softmax": 5,
+    "_softmax_backward_data": 4, "_log_softmax_backward_data": 4,
+    "var": 4, "std": 4, "var_mean": 4, "std_mean": 4, "mse_loss": 3, "linalg_vector_norm": 2, "norm": 2,
+}  # fmt: skip
+LAYER_NORM = _words("native_layer_norm native_layer_norm_backward")
+# The argument whose last dimension is summed over.
+FIRST_FACTOR = {
+    "mm": "self", "bmm": "self", "mv": "self", "dot": "self",
+    "addmm": "mat1", "addmv": "mat", "baddbmm": "batch1",
+}  # fmt: skip
+CONTRACTIONS = frozenset(FIRST_FACTOR) | {"convolution", "convolution_backward"}
+
+# Not the same operators on the CPU and on a GPU, and what to use; a name stands for all that hold it.
+INSTEAD = {
+    "rms_norm": "write x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()",
+    "one_hot": "write (labels[:, None] == torch.arange(classes)).float()",
+    "bernoulli": "draw a mask with torch.rand(shape) < p, or switch dropout off with model.eval()",
+    "dropout": "draw a mask with torch.rand(shape) < p, or switch dropout off with model.eval()",
+    "batch_norm": "use layer norm, or eval mode with the normalisation written out",
+    "scaled_dot_product": "write it out, torch.softmax(q @ k.mT / d**0.5, -1) @ v",
+    "attention": "write it out, torch.softmax(q @ k.mT / d**0.5, -1) @ v",
+    "_transformer_encoder": "write the layer out",
+    "_foreach": "pass foreach=False to the optimizer or to clip_grad_norm_",
+    "_fused_": "pass fused=False and foreach=False to the optimizer",
+    "allclose": "use torch.isclose and .all()",
+    "equal": "use (a == b).all()",
+    "rnn": "write the cell out",
+    "lstm": "write the cell out",
+    "gru": "write the cell out",
+}
+
+# Arguments that the kernel is handed and does not read.
+UNREAD = {
+    "nll_loss_backward": ("self",),
+    "nll_loss2d_backward": ("self",),
+    "max_pool2d_with_indices_backward": ("self",),
+    "_adaptive_avg_pool2d_backward": ("self",),
+    "avg_pool2d_backward": ("self",),
+    "native_layer_norm_backward": ("bias",),
+}
+# Tables: of these only the elements that are taken are read.
+TABLES = {
+    "embedding": "weight", "index_select": "self", "gather": "self", "take": "self", "index": "self",
+    "masked_select": "self",
+}  # fmt: skip
+# In-place forms that touch only the elements an index names.
+PUTS = _words("index_put _index_put_impl index_add index_copy index_fill scatter scatter_add scatter_reduce")
+
+
+class Cost(NamedTuple):
+    "What one call of an operator reads and writes, in bytes, its FLOPs, and its class."
+
+    read: int
+    written: int
+    flops: int
+    kind: str
+
+
+@functools.cache
+def name(func):
+    "An operator's name as the tables have it: no namespace, overload or in-place underscore."
+    base = func._schema.name.split("::")[1]
+    return base[:-1] if base.endswith("_") and not base.endswith("__") and func._schema.is_mutable else base
+
+
+def op_class(op):
+    "The class of an operator by its name (in-place forms too): one of CLASSES, or 'other'."
+    for key in (op, op.removesuffix("_")):
+        if key in CONTRACTIONS or "scaled_dot_product" in key:
+            return CONTRACTION
+        if key in REDUCTIONS or key in PER_ELEMENT or key in LAYER_NORM:
+            return NORMALISATION
+        if key in POINTWISE or key in COPIES or key in FILLS:
+            return ELEMENTWISE
+    return OTHER
+
+
+@functools.cache
+def is_free(func):
+    "Does this operator only make a view, relabel a tensor or allocate? Such operators count nothing."
+    return (
+        func.is_view
+        or name(func) in ALLOCATIONS
+        or name(func) in RELABELS
+        or torch.Tag.inplace_view in func.tags
+    )
+
+
+@functools.cache
+def is_composite(func):
+    "Does torch define this operator by others, with no kernel of its own?"
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return has("CompositeImplicitAutograd") and not has("CPU")
+
+
+@functools.cache
+def is_portable(func):
+    "Is this operator on the portable list?"
+    return func.namespace == "aten" and op_class(name(func)) != OTHER and "scaled_dot" not in name(func)
+
+
+def instead_of(op):
+    "What to use in place of an operator that is not portable."
+    return next((text for part, text in INSTEAD.items() if part in op), None)
+
+
+def tensors(value):
+    "The tensors in nested lists and tuples."
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in tensors(v)]
+    return []
+
+
+def arguments(func, args, kwargs):
+    "The arguments of a call by their names in the operator's schema."
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+    return {**given, **kwargs}
+
+
+def region(t):
+    """The elements a tensor covers, as a key and their size in bytes.
+
+    A broadcast dimension (stride 0) covers its elements once; a transposed view covers the same elements as
+    the original and has the same key. What is read twice in one operator is thus counted once.
+    """
+    if not t.numel():
+        return None, 0
+    if t.layout is not torch.strided:  # meter refuses sparse tensors where it counts bytes
+        return id(t), t.numel() * t.element_size()
+    dims = sorted(
+        (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if stride and size > 1
+    )
+    merged = []
+    for stride, size in dims:
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0], merged[-1][1] * size)
+        else:
+            merged.append((stride, size))
+    # Overlapping windows cover no more than the memory from first to last element.
+    span = 1 + sum(stride * (size - 1) for stride, size in merged)
+    unique = min(math.prod(size for _, size in merged), span)
+    size = t.element_size()
+    return (t.untyped_storage()._cdata, t.storage_offset() * size, size, tuple(merged)), unique * size
+
+
+def _storage(t):
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
+
+
+def covered(found):
+    "Bytes of the distinct elements that a list of tensors covers."
+    return sum(dict(region(t) for t in found).values())
+
+
+def cost(func, args, kwargs, result):
+    "The `Cost` of a call of `func` that returned `result`."
+    op, given = name(func), arguments(func, args, kwargs)
+    changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if changed:
+        written = [t for k in changed for t in tensors(given.get(k))]
+    else:
+        old = {_storage(t) for v in given.values() for t in tensors(v)}
+        written = [t for t in tensors(result) if _storage(t) not in old]
+    if changed and op in PUTS and "out" not in given:
+        read, wrote = _put(op, given)
+    else:
+        outs = {a.name for a in func._schema.arguments if a.is_out}
+        read, wrote = _read(op, given, outs, written), covered(written) + _statistics(op, written)
+    return Cost(read, wrote, _flops(op, given, written), op_class(op))
+
+
+def _read(op, given, outs, written):
+    skip = outs | set(UNREAD.get(op, ()))
+    extra = 0
+    if op in FILLS:
+        skip |= set(given) - {"value"}  # the likes of zeros_like take a tensor only for its shape
+    elif op == "copy" or (op in FIRST_FACTOR and given.get("beta", 1) == 0):
+        skip.add("self")
+    elif op in TABLES:
+        skip.add(TABLES[op])
+        extra = sum(t.numel() * t.element_size() for t in written)
+    elif op in ("nll_loss_forward", "nll_loss2d_forward"):  # one element a row
+        skip.add("self")
+        extra = given["target"].numel() * given["self"].element_size()
+    elif op == "convolution_backward":
+        mask = given["output_mask"]
+        skip |= {k for k, used in (("weight", mask[0]), ("input", mask[1])) if not used}
+    elif op == "native_layer_norm_backward":
+        extra = _statistics(op, [None, given["mean"], given["rstd"]])
+    return covered([t for k, v in given.items() if k not in skip for t in tensors(v)]) + extra
+
+
+def _statistics(op, found):
+    "For half precision a GPU keeps layer norm's mean and deviation in float32: the bytes that a CPU saves."
+    if op not in LAYER_NORM:
+        return 0
+    return sum(t.numel() * max(0, 4 - t.element_size()) for t in found[1:3]) if len(found) == 3 else 0
+
+
+def _put(op, given):
+    "Bytes read and written where an index says which elements of `self` change."
+    into, index = given["self"], given.get("index")
+    size = into.element_size()
+    masked = is_masked(given.get("indices"))
+    if masked and given["values"].numel() == 1:  # becomes a masked fill: looks at every element
+        return covered(tensors([into, given["indices"], given["values"]])), covered([into])
+    if op.endswith("index_put") or op == "_index_put_impl":
+        n = _indexed(into, given["indices"])
+    elif op == "index_fill":
+        n = index.numel() * into.numel() // max(1, into.size(given["dim"]) if into.dim() else 1)
+    elif op in ("index_add", "index_copy"):
+        n = given["source"].numel()
+    else:
+        n = index.numel()
+    read = covered([t for k, v in given.items() if k not in ("self", "src") for t in tensors(v)])
+    if "src" in given:  # may be larger than the index
+        read += min(n * size, region(given["src"])[1])
+    if given.get("accumulate") or given.get("reduce") or op in ("index_add", "scatter_add"):
+        read += n * size
+    return read, n * size
+
+
+def is_masked(indices):
+    "Is there a boolean mask among the tensors of an index?"
+    return any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
+
+
+def _indexed(into, indices):
+    "How many elements `into[indices]` names."
+    shapes, rest, dim = [], 1, 0
+    for t in indices:
+        if t is None:
+            rest *= into.size(dim)
+            dim += 1
+        elif is_masked([t]):
+            # A GPU waits for this count in the operator itself, so that asking again adds no sync.
+            shapes.append((int(t.count_nonzero()),))
+            dim += t.dim()
+        else:
+            shapes.append(tuple(t.shape))
+            dim += 1
+    return math.prod(torch.broadcast_shapes(*shapes)) * rest * math.prod(into.shape[dim:])
+
+
+def _flops(op, given, written):
+    out = max((t.numel() for t in written), default=0)
+    if op in FIRST_FACTOR:
+        return 2 * out * given[FIRST_FACTOR[op]].shape[-1]
+    if op.startswith("convolution"):
+        result = given["grad_output"].numel() if "grad_output" in given else out
+        image = given["input"].numel() if given["transposed"] else result
+        passes = sum(given["output_mask"][:2]) if "output_mask" in given else 1
+        weight = given["weight"]
+        return 2 * image * (weight.numel() // weight.shape[0]) * passes
+    if "scaled_dot_product" in op:
+        q, k, v = given["query"], given["key"], given["value"]
+        pairs = 2 * q.numel() // q.shape[-1] * k.shape[-2]
+        d, dv = q.shape[-1], v.shape[-1]
+        return pairs * (3 * d + 2 * dv if "backward" in op else d + dv)
+    if op == "native_layer_norm":
+        return given["input"].numel() * (5 + (given["weight"] is not None) + (given["bias"] is not None))
+    if op == "native_layer_norm_backward":
+        to_input, to_weight, to_bias = given["output_mask"]
+        return given["input"].numel() * (10 * to_input + 2 * to_weight + to_bias)
+    if op in ("nll_loss_forward", "nll_loss2d_forward"):
+        return given["target"].numel()
+    if op in PER_ELEMENT or op in REDUCTIONS:
+        return PER_ELEMENT.get(op, 1) * next(t.numel() for v in given.values() for t in tensors(v))
+    return out if op in POINTWISE else 0

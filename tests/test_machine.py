@@ -1,0 +1,173 @@
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from course_lib import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_start_prints_one_line_and_seeds(capsys):
+    machine.start("05", lib="0.1")
+    first = torch.rand(3)
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    assert line.startswith("lesson 05 · ")
+    assert machine.name() in line and f"torch {torch.__version__}" in line
+    machine.start("05", lib="0.1")
+    assert torch.equal(first, torch.rand(3))
+    import matplotlib.pyplot as plt
+
+    assert plt.rcParams["figure.dpi"] == 80
+
+
+def test_start_says_what_to_do_when_the_library_is_older(capsys):
+    machine.start("05", lib="99.1")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert "99.1" in lines[1] and machine.LIB in lines[1] and "git pull" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [("0.1", "0.2"), ("0.9", "0.10"), ("0.1.9", "0.2"), ("0.9.9", "1.0")]
+)
+def test_versions_compare_as_numbers(older, newer):
+    assert machine._version(older) < machine._version(newer)
+
+
+def test_library_version_is_the_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == machine.LIB
+
+
+def test_device_and_pick(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine.device() == torch.device("cpu")
+    assert machine.pick(cpu=3, gpu=30) == 3
+    machine.sync()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert machine.device() == torch.device("cuda")
+    assert machine.pick(cpu=3, gpu=30) == 30
+
+
+def test_name_of_a_cpu_says_model_and_cores(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    assert machine.name().endswith(", 1 core")
+    monkeypatch.setattr(machine, "cores", lambda: 12)
+    assert machine.name().endswith(", 12 cores")
+    assert len(machine.name()) > len(", 12 cores")
+
+
+def test_datasheet_rates_are_dense():
+    assert machine.DATASHEET["NVIDIA H200"] == {"bf16_flops": 989e12, "bytes": 4.8e12}
+    for name, rates in machine.DATASHEET.items():
+        assert set(rates) == {"bf16_flops", "bytes"}, name
+        # Flops for each byte of memory traffic: a sparse rate taken for a dense one would leave this range.
+        assert 50 < rates["bf16_flops"] / rates["bytes"] < 420, name
+
+
+def test_rates_are_plausible():
+    flops, copied, launch = machine.matmul_rate(n=256), machine.copy_rate(32 << 20), machine.launch_cost()
+    assert 1e8 < flops < 1e16
+    assert 1e8 < copied < 2e13
+    assert 1e-8 < launch < 1e-3
+
+
+def test_rates_are_worked_out_from_the_faster_runs(monkeypatch):
+    seen = []
+
+    def clock(fn, *args, seconds):
+        seen.append([(a.dtype, tuple(a.shape)) for a in args])
+        return machine.timing.Timing(median=2.0, low=1.0, high=3.0, runs=5)
+
+    monkeypatch.setattr(machine.timing, "time", clock)
+    assert machine.matmul_rate(torch.float64, 30) == 2 * 30**3
+    assert machine.copy_rate(1000) == 2 * 1000
+    assert seen == [[(torch.float64, (30, 30))] * 2, [(torch.uint8, (1000,))]]
+
+
+def test_copy_is_larger_than_the_last_cache(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "_last_cache", lambda: 0)
+    assert machine._copy_bytes() == 128 << 20
+    monkeypatch.setattr(machine, "_last_cache", lambda: 100 << 20)
+    assert machine._copy_bytes() == 400 << 20
+
+
+def test_peaks_are_measured_once(monkeypatch):
+    calls = []
+    for name in ("matmul_rate", "copy_rate", "launch_cost"):
+        monkeypatch.setattr(machine, name, lambda name=name: calls.append(name) or float(len(calls)))
+    machine.peaks.cache_clear()
+    try:
+        first = machine.peaks()
+        assert machine.peaks() is first
+        assert (first.flops, first.bytes, first.launch) == (1.0, 2.0, 3.0)
+        assert calls == ["matmul_rate", "copy_rate", "launch_cost"]
+    finally:
+        machine.peaks.cache_clear()
+
+
+def test_report_is_plain_data(monkeypatch):
+    monkeypatch.setattr(machine, "peaks", lambda: machine.Peaks(1e12, 2e10, 3e-6))
+    report = json.loads(json.dumps(machine.report()))
+    assert report["device"] == machine.name()
+    assert report["type"] == machine.device().type
+    assert report["ram_bytes"] > 2**28
+    assert report["cores"] >= 1
+    assert report["torch"] == torch.__version__
+    assert (report["matmul_flops"], report["copy_bytes"], report["launch_seconds"]) == (1e12, 2e10, 3e-6)
+    assert report["abilities"] == machine.abilities()
+    if not machine.has_gpu():
+        assert report["gpu_memory_bytes"] is None and report["gpus"] == 0
+
+
+def test_abilities_without_triton_compiler_or_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert machine.abilities() == {"gpu": False, "triton": None, "compile": False}
+    assert machine.triton_version() is None
+
+
+def test_abilities_of_a_laptop(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine, "_has_python_headers", lambda: True)
+    assert machine.abilities() == {"gpu": False, "triton": "interpreter", "compile": True}
+    monkeypatch.setattr(machine, "_has_python_headers", lambda: False)
+    assert machine.abilities()["compile"] is False
+
+
+def test_abilities_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine, "_has_python_headers", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert machine.abilities() == {"gpu": True, "triton": "gpu", "compile": True}
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert machine.abilities()["triton"] == "interpreter"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))  # too old for triton
+    assert machine.abilities() == {"gpu": True, "triton": "interpreter", "compile": False}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_peaks_stay_below_the_datasheet():
+    sheet = machine.DATASHEET.get(machine.name())
+    if sheet is None:
+        pytest.skip(f"no datasheet for {machine.name()}")
+    peaks = machine.peaks()
+    assert 0.4 < peaks.flops / sheet["bf16_flops"] <= 1
+    assert 0.6 < peaks.bytes / sheet["bytes"] <= 1
+    assert 1e-6 < peaks.launch < 1e-4
+    assert machine.report()["gpu_memory_bytes"] > 1e9
