@@ -48,7 +48,7 @@ def device_work(name):
 
 def _device_work(fn):
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as run:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as run:
         fn()
         torch.cuda.synchronize()
     names = [e.name for e in run.events()
