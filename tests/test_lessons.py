@@ -1,0 +1,183 @@
+"What every lesson must hold to: its files, stored outputs, numbers, exercises, checks and wrong answers."
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import time
+
+import pytest
+import torch
+
+from course_lib import recorded
+from course_lib.authoring import kernel, notebook, outputs, prose
+from course_lib.checks import core
+
+STEMS = [p.stem for p in sorted(notebook.NBS.glob("[0-9][0-9]_*.ipynb"))]
+EXERCISES = [
+    (stem, e["id"])
+    for stem in STEMS
+    for e in notebook.exercises(notebook.load(notebook.NBS / f"{stem}.ipynb"))
+]
+every_lesson = pytest.mark.parametrize("stem", STEMS)
+every_exercise = pytest.mark.parametrize("stem, number", EXERCISES)
+
+
+@functools.cache
+def worked(stem):
+    return notebook.load(notebook.NBS / f"{stem}.ipynb")
+
+
+@functools.cache
+def checks(stem):
+    return importlib.import_module(f"course_lib.checks.{stem[3:]}")
+
+
+@functools.cache
+def mutants(stem):
+    path = notebook.ROOT / "tests" / "mutants" / f"{stem[3:]}.py"
+    spec = importlib.util.spec_from_file_location(f"mutants_{stem[3:]}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@every_lesson
+def test_one_stem_four_places(stem):
+    topic = stem[3:]
+    places = [f"nbs/{stem}.ipynb", f"lessons/{stem}.ipynb", f"course_lib/checks/{topic}.py"]
+    places += [f"tests/test_{topic}.py", f"tests/mutants/{topic}.py"]
+    assert [p for p in places if not (notebook.ROOT / p).is_file()] == []
+    library = notebook.ROOT / "course_lib" / topic
+    assert library.is_dir() or library.with_suffix(".py").is_file()
+
+
+@every_lesson
+def test_begins_with_the_machine(stem):
+    first = next(c for c in worked(stem)["cells"] if c["cell_type"] == "code")
+    assert f'machine.start("{stem[:2]}"' in notebook.source(first)
+
+
+@every_lesson
+def test_stored_outputs(stem):
+    assert outputs.problems(worked(stem)) == []
+
+
+@every_lesson
+def test_numbers_in_the_text(stem):
+    figures = {f["name"]: f for f in recorded.figures(stem[:2])}
+    assert prose.problems(worked(stem), figures) == []
+
+
+def test_numbers_in_the_readme():
+    text = (notebook.ROOT / "README.md").read_text(encoding="utf-8")
+    assert prose.tag_problems(text, {f["name"]: f for f in recorded.figures()}) == []
+
+
+@pytest.mark.notebooks
+@every_lesson
+def test_unsolved_it_fails_at_its_checks_and_nowhere_else(stem, tmp_path):
+    cells = [
+        c for c in notebook.load(notebook.LESSONS / f"{stem}.ipynb")["cells"] if c["cell_type"] == "code"
+    ]
+    left_out = {"slow", "gpu"} if not torch.cuda.is_available() else {"slow"}
+    cells = [{**c, "source": notebook.source(c)} for c in cells if not notebook.tags(c) & left_out]
+    failed = {}
+    with kernel.Session(cells, tmp_path, timeout=60) as session:
+        for i, cell in enumerate(cells):
+            ran = session.execute(i)
+            assert ran.alive, f"{cell['id']}: {ran.error}"
+            if ran.error:
+                failed[cell["id"]] = ran.error
+    expected = {e["cell"]: f"Wrong: {e['id']} not passed: " for e in notebook.exercises(worked(stem))}
+    assert list(failed) == list(expected), failed
+    for name, error in failed.items():
+        assert error.startswith(expected[name])
+
+
+@every_lesson
+def test_checks_are_those_of_the_notebook(stem):
+    wanted = [e["id"] for e in notebook.exercises(worked(stem))]
+    assert wanted, "a lesson has exercises"
+    assert list(core.exercises(checks(stem))) == wanted
+    assert sorted(mutants(stem).REFERENCE) == sorted(mutants(stem).MUTANTS) == wanted
+
+
+def as_answers(answer):
+    "A check takes one object, or as many as a tuple holds."
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def refusal(check, answers, capsys):
+    "The sentence with which `check` refuses."
+    with pytest.raises(core.Wrong) as e:
+        check(*answers)
+    assert "passed: " not in capsys.readouterr().out.replace("not passed: ", "")
+    sentence = str(e.value)
+    assert sentence.startswith(f"{check.exercise} not passed: ")
+    assert "\n" not in sentence and len(sentence) < 500, sentence
+    return sentence
+
+
+@every_exercise
+def test_the_reference_is_accepted(stem, number, capsys):
+    check, answers = core.exercises(checks(stem))[number], as_answers(mutants(stem).REFERENCE[number])
+    start, runs = time.perf_counter(), 0
+    while runs < 5 and time.perf_counter() - start < 1:  # inputs are drawn anew each time
+        check(*answers)
+        runs += 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{number} passed: {check.passed}"] * runs
+
+
+@every_exercise
+def test_wrong_answers_are_refused(stem, number, capsys):
+    check, wrong = core.exercises(checks(stem))[number], mutants(stem).MUTANTS[number]
+    width = len(as_answers(mutants(stem).REFERENCE[number]))
+    computed = 0
+    for mutant in wrong:
+        answers = as_answers(mutant)
+        assert len(answers) == width, f"{mutant} is not an answer to {number}: the check takes {width}"
+        try:
+            sentence = refusal(check, answers, capsys)
+        except pytest.fail.Exception:
+            pytest.fail(f"{number} accepts the wrong answer {mutant!r}")
+        assert "not solved yet" not in sentence, f"{mutant!r} is a stub"
+        computed += " raised " not in sentence
+    assert computed >= 3, f"{number} has {computed} wrong answers that compute; expected three or more"
+
+
+def stub(*args, **kwargs):
+    raise NotImplementedError
+
+
+def failing(*args, **kwargs):
+    raise ValueError("a mistake\nin two lines")
+
+
+ODD = {
+    "stub": stub,
+    "failing": failing,
+    "None": None,
+    "a number": 3,
+    "text": "text",
+    "a list": [],
+    "a tensor": torch.ones(2, 3),
+    "gives None": lambda *args, **kwargs: None,
+    "gives NaN": lambda *args, **kwargs: float("nan"),
+    "gives text": lambda *args, **kwargs: "text",
+    "gives tensors of NaN": lambda *args, **kwargs: torch.full((3, 5), float("nan")),
+    "gives another shape": lambda *args, **kwargs: torch.ones(1, 2, 3, 4),
+    "a class": object,
+}
+
+
+@every_exercise
+def test_odd_answers_get_one_sentence(stem, number, capsys):
+    check = core.exercises(checks(stem))[number]
+    width = len(inspect.signature(check).parameters)
+    for name, answer in ODD.items():
+        sentence = refusal(check, [answer] * width, capsys)
+        if name == "stub":
+            assert "not solved yet" in sentence
