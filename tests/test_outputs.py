@@ -1,10 +1,14 @@
 "What may be stored in a worked notebook."
 
+import base64
+import io
 import platform
 import re
 
+import numpy as np
 import pytest
 import small_course
+from PIL import Image
 from small_course import code
 
 from course_lib.authoring import notebook, outputs
@@ -63,6 +67,31 @@ def test_clean_keeps_what_a_reader_needs():
         {"output_type": "display_data", "metadata": {}, "data": {HTML: [table], "text/plain": ["a\n", "b"]}},
         {"output_type": "display_data", "metadata": {}, "data": {"image/png": "iVBORw0KGgo/home/x/y="}},
     ]
+
+
+def png(array):
+    packed = io.BytesIO()
+    Image.fromarray(array).save(packed, "PNG")
+    return base64.b64encode(packed.getvalue()).decode()
+
+
+def test_plots_are_stored_in_fewer_colours_and_photographs_as_they_are():
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots()
+    ax.plot([1, 3, 2], label="a line")
+    ax.legend()
+    fig.canvas.draw()
+    plot = np.asarray(fig.canvas.buffer_rgba())
+    plt.close(fig)
+    (kept,) = outputs.clean([display(**{"image/png": png(plot)})])
+    small = kept["data"]["image/png"]
+    assert len(small) < 0.5 * len(png(plot))
+    assert outputs.clean([kept]) == [kept]
+    again = np.asarray(Image.open(io.BytesIO(base64.b64decode(small))).convert("RGB")).astype(int)
+    assert again.shape == (*plot.shape[:2], 3) and abs(again - plot[..., :3]).mean() < 1
+    noise = png(np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8))
+    assert outputs.clean([display(**{"image/png": noise})])[0]["data"]["image/png"] == noise
 
 
 def clean_notebook():

@@ -13,7 +13,7 @@ LEFT, WIDTH, BAR, GAP, TOP = 150, 560, 34, 20, 66
 
 
 def svg():
-    """The picture as SVG text: for each class of operator its share of FLOPs, and of time, eager and compiled.
+    """The picture as SVG text: each class of operator's share of FLOPs, and of time, eager and compiled.
 
     Returns None while lesson 05 has no recorded figures.
     """
@@ -30,7 +30,7 @@ def svg():
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 30} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14" role="img">',
-        "<title>Share of FLOPs and of time by class of operator in a training step of a BERT-like encoder</title>",
+        "<title>Share of FLOPs and of time by class of operator, training a BERT-like encoder</title>",
         f'<rect width="{LEFT + WIDTH + 30}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="24" font-size="16" font-weight="bold">Where did the time go?</text>',
     ]
@@ -48,12 +48,11 @@ def svg():
             w = WIDTH * share / 100
             out.append(f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{BAR}" fill="{colour}"/>')
             if share >= 6:
-                out.append(
-                    f'<text x="{x + w / 2:.1f}" y="{y + BAR / 2 + 5:g}" fill="white" text-anchor="middle">{share:.1f} %</text>'
-                )
+                place = f'x="{x + w / 2:.1f}" y="{y + BAR / 2 + 5:g}"'
+                out.append(f'<text {place} fill="white" text-anchor="middle">{share:.1f} %</text>')
             x += w
     out.append(
-        f'<text x="{LEFT}" y="{height - 14}" font-size="12" fill="#555">One training step of a BERT-like encoder, '
-        f"measured by lesson 05 on one {machine}.</text>"
+        f'<text x="{LEFT}" y="{height - 14}" font-size="12" fill="#555">'
+        f"One training step of a BERT-like encoder, measured by lesson 05 on one {machine}.</text>"
     )
     return "\n".join([*out, "</svg>", ""])

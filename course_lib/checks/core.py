@@ -73,7 +73,9 @@ def _fixed_settings():
             yield
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_default_device(device if device.type != "cpu" else None)
+        # Only where the answer changed it: a caller's `with torch.device(…)` must not become lasting.
+        if torch.get_default_device() != device:
+            torch.set_default_device(device if device.type != "cpu" else None)
         if torch.are_deterministic_algorithms_enabled() != deterministic:  # or Inductor is imported
             torch.use_deterministic_algorithms(deterministic)
         random.setstate(python_state)
