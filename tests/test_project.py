@@ -37,7 +37,7 @@ def test_wheels_are_needs_of_the_project():
     if len(seen) < 20:
         pytest.skip("the project is not installed here")
     lines = (ROOT / "course_lib/authoring/wheels.txt").read_text().split("\n")
-    names = [line for line in lines if line and not line.startswith("#")]
+    names = [requirements.Requirement(n).name for n in lines if n and not n.startswith("#")]
     assert names == sorted(set(names))
     assert not set(names) - seen
 
