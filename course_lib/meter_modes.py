@@ -157,7 +157,7 @@ def operators_mode(run):
 
 WAITS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "multinomial", "bincount",
-    "_unique", "_unique2", "unique_dim", "unique_consecutive",
+    "_unique", "_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors",
 }  # fmt: skip
 
 
@@ -183,6 +183,9 @@ class Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 run.paused -= 1
+        if called in ("tensor", "as_tensor", "new_tensor"):
+            for _ in _listed(args, kwargs):
+                run.sync()
         if run.portable:
             self._refuse_others(called, args, kwargs)
         if func is torch.Tensor.__setitem__ and not isinstance(args[2], torch.Tensor):
@@ -227,6 +230,12 @@ def _reads_all(called, args, kwargs):
     to = kwargs.get("device", args[1] if len(args) > 1 else None)
     waits = not (kwargs.get("non_blocking") or (len(args) > 3 and args[3]))
     return isinstance(to, str) and to.split(":")[0] == "cpu" and waits
+
+
+def _listed(args, kwargs):
+    "The tensors in a list that is made into a tensor: each is read by itself, out of sight of any mode."
+    values = [v for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)]
+    return [t for v in values for t in operators.tensors(v)]
 
 
 _TORCH = str(Path(torch.__file__).parent)
