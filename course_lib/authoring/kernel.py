@@ -7,6 +7,7 @@ a learner's: after a time-out or a dead kernel it gives no verdict on the cells 
 
 import functools
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -143,6 +144,7 @@ class Session:
         self._context = self._client.setup_kernel(cwd=self.cwd, env=self.env, **silent)
         try:
             self._context.__enter__()
+            _wake_often(self._client.kc.shell_channel)
         except Exception as e:
             self._folder.cleanup()
             raise CourseError(
@@ -225,3 +227,24 @@ def _merge_streams(outputs):
         lines = [line.removesuffix("\r").rsplit("\r", 1)[-1] for line in out["text"].split("\n")]
         out["text"] = "\n".join(lines)
     return merged
+
+
+def _wake_often(channel):
+    """Let a channel look for messages every second while it waits for one.
+
+    nbclient answers a widget's messages on the socket it waits on. A reply that comes in just then wakes
+    nobody, for zmq tells of it once: without this, a cell that shows a widget can wait for ever.
+    """
+    get_msg = channel.get_msg
+
+    async def in_slices(timeout=None, **kwargs):
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = 1 if end is None else max(0, min(1, end - time.monotonic()))
+            try:
+                return await get_msg(timeout=left, **kwargs)
+            except queue.Empty:
+                if end is not None and time.monotonic() >= end:
+                    raise
+
+    channel.get_msg = in_slices
