@@ -47,7 +47,7 @@ def svg():
             share = found[pattern.format(c)]["value"]
             w = WIDTH * share / 100
             out.append(f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{BAR}" fill="{colour}"/>')
-            if share >= 6:
+            if share >= 8:
                 place = f'x="{x + w / 2:.1f}" y="{y + BAR / 2 + 5:g}"'
                 out.append(f'<text {place} fill="white" text-anchor="middle">{share:.1f} %</text>')
             x += w
