@@ -105,3 +105,8 @@ def test_names_that_code_notes():
 
     assert noted("05.copy_tbps") and noted("05.matmul.nan") and noted("05.share.eager")
     assert not noted("05.copy") and not noted("05.share.compiled") and not noted("06.matmul.nan")
+
+
+def test_a_renewed_number_stays():
+    text = prose.renewed("takes 60<!--06.us--> µs", {"06.us": {"value": 145.856}})
+    assert text == "takes 146<!--06.us--> µs" == prose.renewed(text, {"06.us": {"value": 145.856}})

@@ -42,7 +42,8 @@ def renewed(text, figures):
     def new(m):
         return m[0].replace(m[1], like(m[1], figures[m[2]]["value"]), 1) if m[2] in figures else m[0]
 
-    return TAGGED.sub(new, text)
+    # Twice: 60 becomes 150 at two digits, and 150 says three.
+    return TAGGED.sub(new, TAGGED.sub(new, text))
 
 
 def tag_problems(text, figures):
