@@ -119,7 +119,15 @@ def test_a_worker_that_raises_says_what():
         assert alive(processes) == []
 
 
-def test_an_interrupt_stops_the_workers():
+@pytest.fixture
+def interruptible():
+    "A shell starts background jobs with interrupts ignored, and Python then leaves it so."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_stops_the_workers(interruptible):
     with reproduce_hogwild.Workers(2) as workers:
         processes = list(workers.processes)
         with later(lambda: os.kill(os.getpid(), signal.SIGINT), 0.5), pytest.raises(KeyboardInterrupt):
