@@ -156,7 +156,7 @@ def operators_mode(run):
 
 
 WAITS = {
-    "_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "multinomial", "bincount",
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "bincount",
     "_unique", "_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors",
 }  # fmt: skip
 
@@ -185,6 +185,8 @@ class Functions(TorchFunctionMode):
                 run.paused -= 1
         if called in ("tensor", "as_tensor", "new_tensor"):
             for _ in _listed(args, kwargs):
+                run.sync()
+            if _copied_to_gpu(args, kwargs):
                 run.sync()
         if run.portable:
             self._refuse_others(called, args, kwargs)
@@ -236,6 +238,14 @@ def _listed(args, kwargs):
     "The tensors in a list that is made into a tensor: each is read by itself, out of sight of any mode."
     values = [v for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)]
     return [t for v in values for t in operators.tensors(v)]
+
+
+def _copied_to_gpu(args, kwargs):
+    "Are Python's numbers made into a tensor on the GPU? Their copy is from unpinned memory, and waited for."
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != "cuda":
+        return False
+    return not operators.tensors([list(args), kwargs.get("data")])
 
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -7,19 +7,9 @@ import time
 import torch
 from torch.nn import functional as F
 
-from course_lib import machine, meter, resizing
+from course_lib import machine, resizing
 from course_lib.resizing import resize
 from course_lib.resizing_study import arranged, precision, tuned_convolutions
-
-
-def flops(task, side):
-    "FLOPs of one image's forward and backward pass at `side`, counted by `meter` on the CPU."
-    net = resizing.resnet(task.classes(), width=task.width, blocks=task.blocks)
-    x, y = torch.zeros(1, 1, side, side, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
-    net.train()
-    with meter.count(portable=False) as c:
-        F.cross_entropy(net(x), y).backward()
-    return c.flops
 
 
 def step_seconds(task, sides, batch=None, files=None):

@@ -87,7 +87,7 @@ def draw_by_letter(bars):
     ax.set_xticks([i + 0.4 - wide / 2 for i in range(len(groups))], groups)
     ax.set(ylabel="read right, %", ylim=(0, 105))
     ax.grid(axis="x", visible=False)
-    ax.legend(fontsize=9)
+    ax.legend(fontsize=8, ncols=len(bars), loc="lower left", bbox_to_anchor=(0, 1))
     return fig
 
 
@@ -97,7 +97,7 @@ def draw_study(studies):
 
     fig, axes = plt.subplots(1, len(studies), figsize=(4.6 * len(studies), 3.6), squeeze=False)
     for study, ax in zip(studies, axes[0], strict=True):
-        for arm, colour in (("fixed", COLOURS[1]), ("growing", COLOURS[0])):
+        for arm, colour in (("fixed", COLOURS[1]), ("progressive", COLOURS[0])):
             lines = list(study.points(arm).values())
             for points in lines:
                 ax.plot(

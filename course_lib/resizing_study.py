@@ -7,6 +7,7 @@ print(study.report())
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import statistics
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib import data, machine, recorded, resizing
+from course_lib import data, machine, meter, recorded, resizing
 from course_lib.resizing import resize
 
 
@@ -26,8 +27,8 @@ class Task(NamedTuple):
     """What is to be told apart, and how both arms train.
 
     `source` is a data set of `course_lib.data` whose images have `side` pixels; `em` is the range of its
-    letters' size. A growing run climbs from `low` in steps of `step`; the share `sharp` of its epochs, at the
-    end, is at `side`. `fixed` and `growing` are the arms' lengths in epochs: each length is a run with a
+    letters' size. A progressive run climbs from `low` in steps of `step`; the share `sharp` of its epochs, at
+    the end, is at `side`. `fixed` and `progressive` are the arms' lengths in epochs: each is a run with a
     cycle of its own. `blocks` and `width` are the network's. Adam with decoupled weight decay, one cycle up
     to `lr`.
     """
@@ -39,7 +40,7 @@ class Task(NamedTuple):
     step: int
     sharp: float
     fixed: tuple
-    growing: tuple
+    progressive: tuple
     n: int
     n_valid: int
     batch: int
@@ -48,7 +49,7 @@ class Task(NamedTuple):
     lr: float
 
     def schedule(self, epochs):
-        "The side in each epoch of a growing run."
+        "The side in each epoch of a progressive run."
         return resizing.sizes(
             epochs, self.low, self.side, self.step, sharp=max(1, round(self.sharp * epochs))
         )
@@ -91,12 +92,12 @@ def tasks(**changes):
     letters = {
         "em": machine.pick(cpu=(32, 72), gpu=(45, 112)),
         "fixed": machine.pick(cpu=(4, 6), gpu=(5, 7, 9, 12)),
-        "growing": machine.pick(cpu=(7, 10), gpu=(10, 14, 19, 25)),
+        "progressive": machine.pick(cpu=(7, 10), gpu=(10, 14, 19, 25)),
     }
     typefaces = {
         "em": machine.pick(cpu=(6, 9), gpu=(7, 12)),
-        "fixed": machine.pick(cpu=(3, 4), gpu=(5, 8)),
-        "growing": machine.pick(cpu=(6, 8), gpu=(10, 14)),
+        "fixed": machine.pick(cpu=(3,), gpu=(5, 8)),
+        "progressive": machine.pick(cpu=(8,), gpu=(10, 14)),
     }
     base = machine.pick(cpu=small, gpu=large)
     return {
@@ -106,12 +107,13 @@ def tasks(**changes):
 
 
 class Run(NamedTuple):
-    "One training run: the side of each epoch, seconds of training, accuracy (0..1) afterwards, the network."
+    "One training run: each epoch's side, seconds and FLOPs of training, accuracy (0..1) afterwards, network."
 
     schedule: tuple
     seconds: float
+    flops: float
     accuracy: float
-    network: nn.Module | None
+    network: nn.Module
 
 
 def train(task, images, schedule, seed, read=None):
@@ -139,7 +141,8 @@ def train(task, images, schedule, seed, read=None):
     machine.sync()
     seconds = time.perf_counter() - start
     accuracy = correct(net, *images.valid, read or task.side).float().mean().item()
-    return Run(tuple(schedule), seconds, accuracy, net)
+    spent = task.n * sum(flops(task, side) for side in schedule)
+    return Run(tuple(schedule), seconds, spent, accuracy, net)
 
 
 def precision():
@@ -152,6 +155,18 @@ def layout():
 
 def arranged(x):
     return x.contiguous(memory_format=layout())
+
+
+@functools.cache
+def flops(task, side):
+    "FLOPs of one image's forward and backward pass at `side`, counted by `meter` on the CPU."
+    with torch.random.fork_rng(devices=[]):
+        net = resizing.resnet(task.classes(), width=task.width, blocks=task.blocks)
+    x, y = torch.zeros(1, 1, side, side, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
+    net.train()
+    with meter.count(portable=False) as c:
+        F.cross_entropy(net(x), y).backward()
+    return c.flops
 
 
 @torch.no_grad()
@@ -226,50 +241,57 @@ class Study(NamedTuple):
     target: float
     runs: dict
 
-    def points(self, arm):
-        "{seed: [(seconds, accuracy), …]} of an arm."
-        return {s: [(r.seconds, r.accuracy) for r in runs] for s, runs in self.runs[arm].items()}
+    def points(self, arm, by="seconds"):
+        '{seed: [(seconds, accuracy), …]} of an arm; `by` is what is spent, "seconds" or "flops".'
+        return {s: [(getattr(r, by), r.accuracy) for r in runs] for s, runs in self.runs[arm].items()}
 
-    def times(self, arm):
-        "{seed: seconds to the target, or None} of an arm."
-        return {seed: reach(points, self.target) for seed, points in self.points(arm).items()}
+    def spent(self, arm, by="seconds"):
+        "{seed: seconds or FLOPs to the target, or None} of an arm."
+        return {seed: reach(points, self.target) for seed, points in self.points(arm, by).items()}
 
-    def time_ratio(self):
-        "Seconds to the target, fixed over growing: `resizing.paired_ratio`. ValueError as there."
-        return resizing.paired_ratio(self.times("fixed"), self.times("growing"))
+    def ratio(self, by="seconds"):
+        "Spent to the target, fixed over progressive: `resizing.paired_ratio`. ValueError as there."
+        return resizing.paired_ratio(self.spent("fixed", by), self.spent("progressive", by))
 
-    def gains(self):
-        """Accuracy at equal time, growing less fixed, by seed.
+    def gains(self, by="seconds"):
+        """Accuracy at equal time, or equal FLOPs, progressive less fixed, by seed.
 
-        At the time when the growing runs reach the target, or at the end of the longest where none does.
+        At what the progressive runs spend to reach the target, or at the end of the longest where none does.
         """
         found = {}
-        for seed, points in self.points("growing").items():
+        for seed, points in self.points("progressive", by).items():
             seconds, ours = reach(points, self.target), self.target
             if seconds is None:
                 seconds, ours = max(points)
-            found[seed] = ours - at(self.points("fixed")[seed], seconds)
+            found[seed] = ours - at(self.points("fixed", by)[seed], seconds)
         return found
 
+    def saved(self):
+        "Seconds less to the target, the median over the seeds on which both arms reached it; 0 if on none."
+        fixed, ours = self.spent("fixed"), self.spent("progressive")
+        both = [fixed[s] - ours[s] for s in fixed if fixed[s] is not None and ours[s] is not None]
+        return statistics.median(both) if both else 0.0
+
     def report(self):
-        "What came out, as text: a line for each length of each arm, then both comparisons."
+        """What came out, as text: a line for each length of each arm, then the comparisons.
+
+        A ratio is fixed over progressive at equal accuracy; points are progressive less fixed.
+        """
         n = len(self.runs["fixed"])
         lines = [f"{self.task.source}, {n} seed{'s' * (n != 1)}, medians; the target is {self.target:.1%}",
-                 f"{'arm':8}{'epochs':>7}{'seconds':>9}{'accuracy':>10}"]  # fmt: skip
+                 f"{'arm':12}{'epochs':>7}{'seconds':>9}{'FLOPs':>10}{'accuracy':>10}"]  # fmt: skip
         for arm, by_seed in self.runs.items():
             for same in zip(*by_seed.values(), strict=True):
                 seconds = statistics.median(r.seconds for r in same)
                 accuracy = statistics.median(r.accuracy for r in same)
-                lines.append(f"{arm:8}{len(same[0].schedule):>7}{seconds:>9.2f}{accuracy:>10.1%}")
-        reached = {arm: sum(t is not None for t in self.times(arm).values()) for arm in self.runs}
-        lines.append("reached the target: " + ", ".join(f"{arm} {k} of {n}" for arm, k in reached.items()))
-        try:
-            lines.append(f"equal accuracy: fixed takes {self.time_ratio()} times as long as growing")
-        except ValueError as e:
-            lines.append(f"equal accuracy: {e}")
-        gains = [100 * g for g in self.gains().values()]
-        lines.append(f"equal time: growing less fixed {statistics.median(gains):+.1f} points "
-                     f"({min(gains):+.1f} to {max(gains):+.1f})")  # fmt: skip
+                epochs, spent = len(same[0].schedule), same[0].flops
+                lines.append(f"{arm:12}{epochs:>7}{seconds:>9.2f}{spent:>10.2e}{accuracy:>10.1%}")
+        reached = {arm: sum(t is not None for t in self.spent(arm).values()) for arm in self.runs}
+        lines.append("reached it: " + ", ".join(f"{arm} {k} of {n}" for arm, k in reached.items()))
+        for by, word in (("seconds", "time"), ("flops", "FLOPs")):
+            gains = [100 * g for g in self.gains(by).values()]
+            points = f"{statistics.median(gains):+.1f} points ({min(gains):+.1f} to {max(gains):+.1f})"
+            lines.append(f"{word}: {verdict(self, by)}; at equal {word} {points}")
         return "\n".join(lines)
 
 
@@ -277,8 +299,8 @@ def paired(task, seeds=5, margin=0.02):
     """Run both arms at all their lengths on `seeds` seeds, interleaved: a `Study`.
 
     - "fixed": every epoch at full size;
-    - "growing": the task's schedule;
-    - "small": the longest growing run's epochs, all at the lowest side, and read at that side.
+    - "progressive": the task's schedule;
+    - "small": the longest progressive run's epochs, all at the lowest side, and read at that side.
 
     The target is what the longest fixed runs end with, the median of them, less `margin`.
     """
@@ -287,8 +309,8 @@ def paired(task, seeds=5, margin=0.02):
     images = task.images()
     plans = {
         "fixed": [([task.side] * n, task.side) for n in task.fixed],
-        "growing": [(task.schedule(n), task.side) for n in task.growing],
-        "small": [([task.low] * max(task.growing), task.low)],
+        "progressive": [(task.schedule(n), task.side) for n in task.progressive],
+        "small": [([task.low] * max(task.progressive), task.low)],
     }
     runs = {arm: {seed: [] for seed in range(seeds)} for arm in plans}
     with tuned_convolutions():
@@ -296,8 +318,7 @@ def paired(task, seeds=5, margin=0.02):
         for seed in range(seeds):
             for arm, plan in plans.items():
                 for schedule, read in plan:
-                    run = train(task, images, schedule, seed, read)
-                    runs[arm][seed].append(run._replace(network=None))
+                    runs[arm][seed].append(train(task, images, schedule, seed, read))
     best = statistics.median(max(r.accuracy for r in same) for same in runs["fixed"].values())
     return Study(task, best - margin, runs)
 
@@ -307,7 +328,7 @@ def _warm_up(task, images):
     few = images._replace(
         train=tuple(t[: 3 * task.batch] for t in images.train), valid=tuple(t[:256] for t in images.valid)
     )
-    train(task, few, sorted({*task.schedule(max(task.growing)), task.side}), seed=0)
+    train(task, few, sorted({*task.schedule(max(task.progressive)), task.side}), seed=0)
 
 
 @contextlib.contextmanager
@@ -321,28 +342,28 @@ def tuned_convolutions():
         torch.backends.cudnn.benchmark = before
 
 
-def verdict(study):
-    "The comparison at equal accuracy in one sentence."
+def verdict(study, by="seconds"):
+    'The comparison at equal accuracy in a few words; `by` is "seconds" or "flops".'
     try:
-        ratio = study.time_ratio()
+        ratio = study.ratio(by)
     except ValueError as e:
         return f"no verdict: {e}"
     n = len(study.runs["fixed"])
     if n == 1:
         return f"{ratio.median:.2f} on one seed, which proves little"
     if ratio.low > 1:
-        word = "growing was sooner on all of them"
+        word = "progressive was sooner on all of them"
     elif ratio.high < 1:
-        word = "growing was later, or never, on all of them"
+        word = "progressive was later, or never, on all of them"
     else:
         word = "they disagree"
     return f"{ratio} over {n} seeds: {word}"
 
 
-def note(study, name, bar=None):
-    "Note a study's time ratio under `name`, `name`_low and `name`_high, as far as they are finite."
+def note(study, name, bar=None, by="seconds"):
+    "Note a study's ratio under `name`, `name`_low and `name`_high, as far as they are finite."
     try:
-        ratio = study.time_ratio()
+        ratio = study.ratio(by)
     except ValueError:
         return
     for suffix, value in zip(("", "_low", "_high"), ratio, strict=True):

@@ -24,11 +24,11 @@ class Trial(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A contest: its trials; by kind the best of them, and steps and seconds to the target of each racing seed.
+    """A contest: its trials; by kind the best of them, and the steps to the target of each racing seed.
 
     `ratios` are constant-then-drop's steps over one-cycle's, seed by seed, and `ratio` their median. A run that
-    never arrived has None among the steps and the whole budget in the ratio. `seconds` is None where the runs
-    were not timed.
+    never arrived has None among the steps and costs the whole budget in the ratio. `seconds` is what a step
+    took, by kind, the median over the seeds, or None where the runs were not timed.
     """
 
     trials: list
@@ -97,7 +97,7 @@ def at_edge(trials, kind):
 def race(task, trials, budget, target, seeds, momentum=0.0, hold=3, timed=False, **options):
     """The best trial of each kind on new seeds; returns a `Result`.
 
-    Side by side, or with `timed` one run at a time, each with its seconds of training, evaluation left out.
+    Side by side, or with `timed` one run at a time, by the clock, evaluation left out.
     """
     chosen = {kind: best(trials, kind) for kind in (CONSTANT, CYCLE)}
     plans = [schedule(kind, t.lr, t.length, budget, momentum) for kind, t in chosen.items()]
@@ -106,24 +106,23 @@ def race(task, trials, budget, target, seeds, momentum=0.0, hold=3, timed=False,
         seconds = None
     else:
         schedules_nets.train(task, [plans[0][:20]], [0], **options)  # the first run pays for what is made once
-        steps, seconds = {kind: [] for kind in chosen}, {kind: [] for kind in chosen}
+        steps, took = {kind: [] for kind in chosen}, {kind: [] for kind in chosen}
         for seed in seeds:
             for kind, plan in zip(chosen, plans, strict=True):
                 runs = schedules_nets.train(task, [plan], [seed], target=target, hold=hold, **options)
-                (reached,), _ = schedules.steps_to_target(runs.curves, target, hold)
-                steps[kind].append(reached)
-                seconds[kind].append(dict(runs.clock).get(reached))
+                steps[kind] += schedules.steps_to_target(runs.curves, target, hold)[0]
+                last, all_seconds = runs.clock[-1]
+                took[kind].append(all_seconds / last)
+        seconds = {kind: median(values) for kind, values in took.items()}
     ratios = [
         a / b for a, b in zip(cost(steps[CONSTANT], budget), cost(steps[CYCLE], budget), strict=True)
     ]
     return Result(trials, chosen, steps, seconds, ratios, median(ratios))
 
 
-def seconds_ratio(result):
-    "Constant-then-drop's seconds over one-cycle's, the median over the seeds with which both arrived, or None."
-    pairs = zip(result.seconds[CONSTANT], result.seconds[CYCLE], strict=True)
-    ratios = [a / b for a, b in pairs if a is not None and b is not None]
-    return median(ratios) if ratios else None
+def seconds_to_target(result, kind, budget):
+    "Seconds of training of each racing seed: its steps, or the budget, times what a step of this kind took."
+    return [n * result.seconds[kind] for n in cost(result.steps[kind], budget)]
 
 
 def contest(task, lrs, lengths, budget, target, tuning, racing, timed=False, **options):

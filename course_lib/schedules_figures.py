@@ -1,5 +1,6 @@
 "The figures of lesson 02: functions of plain data that return a matplotlib figure."
 
+import itertools
 import math
 
 from course_lib import show
@@ -12,23 +13,22 @@ def _subplots(*args, **kw):
     return plt.subplots(*args, **kw)
 
 
-def draw_runs(arms, target):
-    """Training loss of the first steps and accuracy of all steps, a line a run.
+def draw_runs(arms, target, first=30, top=1e4):
+    """Training loss of the `first` steps and accuracy of all steps, a line a run.
 
-    `arms` is {label: (losses, curves)}: lists of losses and of [(step, accuracy), …], one of each a run.
+    `arms` is {label: (losses, curves)}: lists of losses and of [(step, accuracy), …], one of each a run. A cross
+    is where a run's loss was a number for the last time; losses above `top` are drawn there.
     """
     fig, (left, right) = _subplots(1, 2, figsize=(9.6, 3.6))
     for colour, (label, (losses, curves)) in zip(show.COLOURS, arms.items(), strict=False):
         for k, (loss, curve) in enumerate(zip(losses, curves, strict=True)):
-            first = [v for v in loss[:60] if math.isfinite(v)]
-            # A run whose loss is no number any more ends in a cross.
-            ended = len(first) < min(60, len(loss))
-            left.plot(range(1, len(first) + 1), first, color=colour, lw=1, alpha=0.8, markevery=[-1],
-                      marker="x" if ended else None)  # fmt: skip
+            shown = list(itertools.takewhile(math.isfinite, loss[:first]))
+            left.plot(range(1, len(shown) + 1), [min(v, top) for v in shown], color=colour, lw=1, alpha=0.8)
+            if shown and len(shown) < min(first, len(loss)):
+                left.plot(len(shown), min(shown[-1], top), "x", color=colour, ms=7, mew=2)
             steps, values = zip(*[(s, v) for s, v in curve if v == v] or [(0, math.nan)], strict=True)
             right.plot(steps, values, color=colour, lw=1, alpha=0.8, label=label if k == 0 else None)
-    left.set(yscale="log", xlabel="step", ylabel="training loss", title="the first 60 steps")
-    left.set_ylim(top=1e4)
+    left.set(yscale="log", xlabel="step", ylabel="training loss", title=f"the first {first} steps")
     right.axhline(target, color=show.COLOURS[6], ls="--", lw=1)
     right.set(xlabel="step", ylabel="validation accuracy", ylim=(0, 1))
     right.legend(loc="lower right")
@@ -47,17 +47,17 @@ def draw_schedules(named):
     return fig
 
 
-def draw_range(tests):
+def draw_range(tests, chance=None):
     "Smoothed loss against the learning rate of range tests, {label: RangeTest}; a dot at each pick."
     fig, ax = _subplots()
-    low, high = math.inf, 0.0
     for colour, (label, test) in zip(show.COLOURS, tests.items(), strict=False):
         ax.plot(test.lrs, test.smooth, color=colour, label=label)
         at = min(range(len(test.lrs)), key=lambda k: abs(test.lrs[k] - test.lr))
         ax.plot([test.lr], [test.smooth[at]], "o", color=colour, label=f"picked: {test.lr:.2g}")
-        finite = [v for v in test.smooth if math.isfinite(v)]
-        low, high = min(low, *finite), max(high, finite[0])
-    ax.set(xscale="log", xlabel="learning rate", ylabel="loss, smoothed", ylim=(0.9 * low, 1.4 * high))
+    if chance:
+        ax.axhline(chance, color=show.COLOURS[6], ls="--", lw=1, label="the loss of a guess")
+    ax.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss, smoothed")
+    ax.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
     ax.legend()
     return fig
 
@@ -70,23 +70,27 @@ def draw_sharpness(arms):
         ax.plot(steps, sharpness, "o-", ms=3, label="sharpness λ")
         ax.plot(steps, [2 / lr if lr else math.nan for lr in lrs], "--", label="2 / lr")
         ax.set(yscale="log", xlabel="step", title=title)
+    # 2 / lr goes to infinity where the rate cools down to 0.
+    axes[0][0].set_ylim(top=3 * max(value for rows in arms.values() for _, value, _ in rows))
     axes[0][0].legend()
     return fig
 
 
 def draw_trials(trials, budget):
-    "Steps to the target against the learning rate, a panel a kind, a line a length; never is on top."
+    "Mean cost in steps against the learning rate, a panel a kind, a line a length; the budget is dotted."
     fig, axes = _subplots(1, 2, figsize=(9.6, 3.6), sharey=True)
-    top = 1.15 * budget
     for ax, kind, word in zip(axes, (CONSTANT, CYCLE), ("dropped after", "length"), strict=True):
         mine = [t for t in trials if t.kind == kind]
         for colour, length in zip(show.COLOURS, sorted({t.length for t in mine}), strict=False):
-            row = sorted((t.lr, top if t.steps is None else t.steps) for t in mine if t.length == length)
+            row = sorted((t.lr, t.cost) for t in mine if t.length == length)
             ax.plot(*zip(*row, strict=True), "o-", color=colour, ms=4, label=f"{word} {length}")
         ax.axhline(budget, color=show.COLOURS[6], ls=":", lw=1)
         ax.set(xscale="log", yscale="log", xlabel="learning rate, or its peak", title=kind)
         ax.legend(fontsize=8)
-    axes[0].set_ylabel("steps to the target; above the dots: never")
+    axes[0].set_ylabel("mean steps to the target")
+    axes[0].yaxis.set_minor_formatter("{x:.0f}")
+    axes[0].yaxis.set_major_formatter("{x:.0f}")
+    axes[0].tick_params(axis="y", which="minor", labelsize=7)
     return fig
 
 
@@ -128,8 +132,8 @@ def view_run(data):
     steps, limits = data["at"], data["limit"]
     left.plot(steps, limits, "o--", ms=3, color=show.COLOURS[1], label="2 / λ, measured in this run")
     left.axhline(data["limit_at_start"], color=show.COLOURS[6], ls=":", lw=1, label="2 / λ at the start")
-    left.set(yscale="log", xlabel="step", ylim=(1e-4, 2), title=data["verdict"])
-    left.legend(fontsize=8, loc="lower right")
+    left.set(yscale="log", xlabel="step", ylim=(1e-4, 20), title=data["verdict"])
+    left.legend(fontsize=8, loc="upper right")
     right.plot(*zip(*data["curve"], strict=True))
     right.axhline(data["target"], color=show.COLOURS[6], ls="--", lw=1)
     right.set(xlabel="step", ylabel="validation accuracy", ylim=(0, 1), xlim=(0, len(data["lr"])))

@@ -179,8 +179,10 @@ def train(task, schedules, seeds, batch=64, every=10, target=None, hold=3, watch
 
 def _padded(schedules):
     "Learning rates and momenta as one tensor [runs, steps, 2], 0 after a schedule's end."
-    steps = max(map(len, schedules))
-    return torch.tensor([[*s, *[(0.0, 0.0)] * (steps - len(s))] for s in schedules])
+    rates = torch.zeros(len(schedules), max(map(len, schedules)), 2)
+    for row, schedule in zip(rates, schedules, strict=True):
+        row[: len(schedule)] = torch.tensor(schedule)
+    return rates
 
 
 def _batches(n, seeds, steps, batch):

@@ -10,16 +10,17 @@ class SlowSteps:
 
     A step is slow when it is longer than the median of the last `window` steps by `threshold` times their
     spread, which is the median distance from that median, times 1.4826 (for gaussian noise that is the
-    standard deviation). A few slow steps among them, or a first one that compiles, move no median.
+    standard deviation), and by a part `least` of the median: where the noise is small, so may be what stands
+    out. A few slow steps among them, or a first one that compiles, move no median.
     The first `warmup` calls are not looked at, and the next `window` only set the level. Keeps `window`
     numbers. ValueError for a window below 4 or a time that is not a number.
     Method: the Hampel filter (F. R. Hampel, "The influence curve and its role in robust estimation", 1974).
     """
 
-    def __init__(self, window=50, warmup=20, threshold=8.0):
+    def __init__(self, window=50, warmup=20, threshold=8.0, least=0.2):
         if window < 4:
             raise ValueError(f"window is {window}; a level needs 4 steps or more")
-        self.window, self.warmup, self.threshold = window, warmup, threshold
+        self.window, self.warmup, self.threshold, self.least = window, warmup, threshold, least
         self.recent = collections.deque(maxlen=window)
         self.calls = 0
 
@@ -33,7 +34,7 @@ class SlowSteps:
         if len(self.recent) == self.window:
             level = statistics.median(self.recent)
             spread = 1.4826 * statistics.median(abs(t - level) for t in self.recent)
-            slow = seconds > level + self.threshold * max(spread, 0.005 * level)
+            slow = seconds > level + max(self.threshold * spread, self.least * level)
         self.recent.append(seconds)
         return slow
 

@@ -39,7 +39,7 @@ def record(fn, path, warmup=True):
     if warmup:
         fn()
     drain()
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu) as run:
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu, acc_events=True) as run:
         fn()
         drain()
     path = Path(path)

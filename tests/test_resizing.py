@@ -160,14 +160,14 @@ def test_every_size_is_a_graph():
 
 def tiny(**changes):
     fields = {"side": 24, "low": 12, "step": 12, "n": 160, "n_valid": 40, "batch": 20, "width": 4,
-              "blocks": (1,), "em": (8, 16), "fixed": (1, 2), "growing": (2, 3)}  # fmt: skip
+              "blocks": (1,), "em": (8, 16), "fixed": (1, 2), "progressive": (2, 3)}  # fmt: skip
     return study.tasks(**fields | changes)["letters"]
 
 
 def test_tasks_of_this_machine():
     for name, task in study.tasks().items():
         assert task.source == name and task.n % task.batch == 0
-        for epochs in task.growing:
+        for epochs in task.progressive:
             plan = task.schedule(epochs)
             assert plan[0] == task.low and plan[-1] == task.side and len(plan) == epochs
 
@@ -196,9 +196,9 @@ def test_paired(capsys):
     task = tiny()
     found = study.paired(task, seeds=2)
     assert {arm: [len(r) for r in runs.values()] for arm, runs in found.runs.items()} == {
-        "fixed": [2, 2], "growing": [2, 2], "small": [1, 1],
+        "fixed": [2, 2], "progressive": [2, 2], "small": [1, 1],
     }  # fmt: skip
-    assert [r.schedule for r in found.runs["growing"][1]] == [(12, 24), (12, 12, 24)]
+    assert [r.schedule for r in found.runs["progressive"][1]] == [(12, 24), (12, 12, 24)]
     assert found.runs["small"][0][0].schedule == (12, 12, 12)
     report = found.report()
     assert "letters, 2 seeds" in report and "equal time" in report
@@ -216,13 +216,13 @@ def test_reach_and_at():
     assert study.at(points, 0.5) == pytest.approx(0.25) and study.at(points, 9) == 0.9
 
 
-def made(fixed, growing, target=0.8):
+def made(fixed, progressive, target=0.8):
     "A study from [(seconds, accuracy), …] by seed."
 
     def runs(points):
-        return [study.Run((24,), t, a, None) for t, a in points]
+        return [study.Run((24,), t, 10 * t, a, None) for t, a in points]
 
-    arms = {"fixed": fixed, "growing": growing, "small": {s: [(1.0, 0.5)] for s in fixed}}
+    arms = {"fixed": fixed, "progressive": progressive, "small": {s: [(1.0, 0.5)] for s in fixed}}
     return study.Study(tiny(), target, {a: {s: runs(p) for s, p in d.items()} for a, d in arms.items()})
 
 
@@ -231,12 +231,15 @@ GOOD = {s: [(2.0, 0.7), (4.0, 0.9)] for s in range(3)}
 
 def test_time_ratio_and_gain_at_equal_time():
     found = made(GOOD, {s: [(1.0 + 0.1 * s, 0.6), (2.0, 1.0)] for s in range(3)})
-    assert found.times("fixed") == {s: pytest.approx(3.0) for s in range(3)}
-    assert found.time_ratio().median == pytest.approx(3 / 1.55)
+    assert found.spent("fixed") == {s: pytest.approx(3.0) for s in range(3)}
+    assert found.ratio().median == pytest.approx(3 / 1.55) == found.ratio("flops").median
+    assert found.spent("fixed", "flops") == {s: pytest.approx(30.0) for s in range(3)}
+    assert found.saved() == pytest.approx(3 - 1.55)
     assert found.gains()[0] == pytest.approx(0.8 - 0.7 * 1.5 / 2)
-    assert study.verdict(found).endswith("3 seeds: growing was sooner on all of them")
+    assert study.verdict(found).endswith("3 seeds: progressive was sooner on all of them")
     never = made(GOOD, {s: [(1.0, 0.2), (2.0, 0.6)] for s in range(3)})
-    assert never.time_ratio() == (0, 0, 0) and "later, or never, on all" in study.verdict(never)
+    assert never.saved() == 0
+    assert never.ratio() == (0, 0, 0) and "later, or never, on all" in study.verdict(never)
     assert all(g == pytest.approx(0.6 - 0.7) for g in never.gains().values())
     one = made({0: [(2.0, 0.9)]}, {0: [(1.0, 0.9)]})
     assert study.verdict(one) == "2.00 on one seed, which proves little"
@@ -299,7 +302,7 @@ def test_step_seconds():
     for given in (None, files):
         found = costs.step_seconds(task, (12, 24), batch=4, files=given)
         assert set(found) == {12, 24} and min(found.values()) > 0
-    assert costs.flops(task, 24) > 3 * costs.flops(task, 12)
+    assert study.flops(task, 24) > 3 * study.flops(task, 12)
 
 
 @pytest.mark.parametrize("low", [64, 256])

@@ -43,7 +43,7 @@ def profiled_syncs(code):
     compiled = compile(code, "line", "exec")
     exec(compiled, dict(names))
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as run:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as run:
         exec(compiled, dict(names))
     return sum(e.name in ("cudaStreamSynchronize", "cudaEventSynchronize") for e in run.events())
 

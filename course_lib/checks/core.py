@@ -70,6 +70,7 @@ def _fixed_settings():
             torch.set_default_dtype(torch.float32)
             # Fresh inputs each time: an answer fitted to one draw must not pass.
             torch.seed()
+            random.seed()
             yield
     finally:
         torch.set_default_dtype(dtype)

@@ -141,7 +141,7 @@ def _stripes(answer):
         core.require(
             off < 0.06,
             f"black and white stripes one pixel wide at size {size}: expected an even grey, 0.5, got values "
-            f"up to {off:.2f} away from it; an average over all pixels that fall into one is needed (antialias)",
+            f"up to {off:.2f} away from it; average over all the pixels that fall into one (antialias)",
         )
 
 

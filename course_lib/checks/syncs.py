@@ -25,19 +25,17 @@ def _function(answer, what="a function"):
 def train(answer):
     _function(answer)
     for every in random.sample((2, 3, 4, 5), 2):
-        features, hidden, classes = random.sample(range(4, 12), 3)
-        torch.manual_seed(random.randrange(10**6))
-        model = nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, classes))
-        twin = nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, classes))
-        twin.load_state_dict(model.state_dict())
-        batches = [inputs.batch(i, features, classes) for i in range(random.randrange(9, 14))]
-        want, lines, clipped = inputs.plain_loop(
-            twin, [(x.clone(), y.clone()) for x, y in batches], 0.3, every
-        )
-        if len(set(clipped)) < 2:  # both kinds of step must occur
-            return train.__wrapped__(answer)
+        kinds = set()
+        while kinds < inputs.KINDS:  # everything must happen that an answer can get wrong
+            features, hidden, classes = random.sample(range(4, 12), 3)
+            model, twin = (
+                nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, classes))
+                for _ in range(2)
+            )
+            twin.load_state_dict(model.state_dict())
+            batches = [inputs.batch(i, features, classes) for i in range(random.randrange(9, 14))]
+            want, lines, kinds = inputs.plain_loop(twin, core.clone(batches), 0.3, every)
         _one_training(answer, model, batches, every, want, lines, twin)
-    return None
 
 
 def _one_training(answer, model, batches, every, want, lines, twin):
