@@ -27,14 +27,12 @@ class Result(NamedTuple):
     """A contest: its trials; by kind the best of them, and the steps to the target of each racing seed.
 
     `ratios` are constant-then-drop's steps over one-cycle's, seed by seed, and `ratio` their median. A run that
-    never arrived has None among the steps and costs the whole budget in the ratio. `seconds` is what a step
-    took, by kind, the median over the seeds, or None where the runs were not timed.
+    never arrived has None among the steps and costs the whole budget in the ratio.
     """
 
     trials: list
     best: dict
     steps: dict
-    seconds: dict | None
     ratios: list
     ratio: float
 
@@ -94,40 +92,29 @@ def at_edge(trials, kind):
     return best(trials, kind).lr in (lrs[0], lrs[-1])
 
 
-def race(task, trials, budget, target, seeds, momentum=0.0, hold=3, timed=False, **options):
-    """The best trial of each kind on new seeds; returns a `Result`.
-
-    Side by side, or with `timed` one run at a time, by the clock, evaluation left out.
-    """
+def race(task, trials, budget, target, seeds, momentum=0.0, hold=3, **options):
+    "The best trial of each kind on new seeds, side by side; returns a `Result`."
     chosen = {kind: best(trials, kind) for kind in (CONSTANT, CYCLE)}
     plans = [schedule(kind, t.lr, t.length, budget, momentum) for kind, t in chosen.items()]
-    if not timed:
-        steps = dict(zip(chosen, _steps(task, plans, seeds, target, hold, options), strict=True))
-        seconds = None
-    else:
-        schedules_nets.train(task, [plans[0][:20]], [0], **options)  # the first run pays for what is made once
-        steps, took = {kind: [] for kind in chosen}, {kind: [] for kind in chosen}
-        for seed in seeds:
-            for kind, plan in zip(chosen, plans, strict=True):
-                runs = schedules_nets.train(task, [plan], [seed], target=target, hold=hold, **options)
-                steps[kind] += schedules.steps_to_target(runs.curves, target, hold)[0]
-                last, all_seconds = runs.clock[-1]
-                took[kind].append(all_seconds / last)
-        seconds = {kind: median(values) for kind, values in took.items()}
-    ratios = [
-        a / b for a, b in zip(cost(steps[CONSTANT], budget), cost(steps[CYCLE], budget), strict=True)
-    ]
-    return Result(trials, chosen, steps, seconds, ratios, median(ratios))
+    steps = dict(zip(chosen, _steps(task, plans, seeds, target, hold, options), strict=True))
+    costs = zip(cost(steps[CONSTANT], budget), cost(steps[CYCLE], budget), strict=True)
+    ratios = [a / b for a, b in costs]
+    return Result(trials, chosen, steps, ratios, median(ratios))
 
 
-def seconds_to_target(result, kind, budget):
-    "Seconds of training of each racing seed: its steps, or the budget, times what a step of this kind took."
-    return [n * result.seconds[kind] for n in cost(result.steps[kind], budget)]
-
-
-def contest(task, lrs, lengths, budget, target, tuning, racing, timed=False, **options):
+def contest(task, lrs, lengths, budget, target, tuning, racing, **options):
     "Tune both schedules on the seeds `tuning`, then race the best of each on `racing`; returns a `Result`."
     if set(tuning) & set(racing):
         raise ValueError(f"seeds {sorted(set(tuning) & set(racing))} are for tuning and for the race; expected others")
     trials = tune(task, lrs, lengths, budget, target, tuning, **options)
-    return race(task, trials, budget, target, racing, timed=timed, **options)
+    return race(task, trials, budget, target, racing, **options)
+
+
+def step_seconds(task, result, budget, steps=200, runs=3, momentum=0.0, **options):
+    "By kind: seconds of a training step of one network alone with the best schedule, the least of `runs` runs."
+    seconds = {}
+    for kind, trial in result.best.items():
+        plan = schedule(kind, trial.lr, trial.length, budget, momentum)[:steps]
+        clocks = [schedules_nets.train(task, [plan], [seed], **options).clock[-1] for seed in range(runs + 1)]
+        seconds[kind] = min(total / last for last, total in clocks[1:])  # the first run pays for what is made once
+    return seconds
