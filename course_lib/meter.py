@@ -29,7 +29,8 @@ In a notebook `where` says "cell:3", the line within the cell.
 Only operators of the portable list are counted (see `operators`): they are the same on a CPU and a GPU. Any
 other raises `NotPortable`, which says what to use. `count(portable=False)` accepts everything and leaves the
 bytes None. Whatever the block does on CPU tensors is taken for the device's work, collating a batch too. Work
-on other threads (data loaders) is not seen; a backward pass is.
+on other threads (data loaders) is not seen; a backward pass is. torch.cuda.synchronize() is in plain sight
+and not counted.
 """
 
 import contextlib
