@@ -26,7 +26,7 @@ def fractions(steps, last=True):
 
 
 def part(warmup, steps):
-    """A warm-up of `warmup` steps as a part of a run of `steps`. ValueError where it doesn't fit into the run."""
+    "A warm-up of `warmup` steps as a part of a run of `steps`. ValueError where it doesn't fit."
     if steps < 1 or not 0 <= warmup <= steps:
         raise ValueError(
             f"a warm-up of {warmup} steps in a run of {steps}; expected from 0 steps to the whole run: "
@@ -46,7 +46,7 @@ def _checked(t, warmup):
 
 
 def warmup_cosine(t, peak, warmup=0.1, start=0.0, end=0.0):
-    """Learning rate at t: a straight line from `start` to `peak` at t = `warmup`, half a cosine to `end` at 1.
+    """Learning rate at t: a line from `start` to `peak` at t = `warmup`, then half a cosine to `end` at 1.
 
     Loshchilov & Hutter 2016 for the cosine, Goyal et al. 2017 for the warm-up.
     """
@@ -98,7 +98,7 @@ class RangeTest(NamedTuple):
 
 
 def range_test(model, opt, loss_fn, batches, low=1e-5, high=10.0, steps=100, beta=0.98, last=True):
-    """Train while the learning rate grows from `low` to `high`; pick a tenth of the rate with the lowest loss.
+    """Train while the rate grows from `low` to `high`; pick a tenth of the rate with the lowest loss.
 
     `batches` gives (x, y), and is begun again where it ends. The loss is smoothed by an exponential average
     with `beta`, corrected for its start; the test stops where it passes four times its lowest value or is no
@@ -216,7 +216,7 @@ def _reached(curve, target, hold):
 
 
 def median(values):
-    "The median of numbers among which None stands for more than any of them; of an even number, of the middle two."
+    "The median of numbers among which None is more than any; of an even number, the mean of the middle two."
     if not values:
         raise ValueError("the median of no runs; expected at least one")
     ranked = sorted(math.inf if v is None else v for v in values)

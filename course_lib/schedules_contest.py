@@ -26,8 +26,8 @@ class Trial(NamedTuple):
 class Result(NamedTuple):
     """A contest: its trials; by kind the best of them, and the steps to the target of each racing seed.
 
-    `ratios` are constant-then-drop's steps over one-cycle's, seed by seed, and `ratio` their median. A run that
-    never arrived has None among the steps and costs the whole budget in the ratio.
+    `ratios` are constant-then-drop's steps over one-cycle's, seed by seed, and `ratio` is their median. A run
+    that never arrived has None among the steps and costs the whole budget in the ratio.
     """
 
     trials: list
@@ -56,9 +56,7 @@ def tune(task, lrs, lengths, budget, target, seeds, momentum=0.0, hold=3, **opti
     places = [(kind, lr, length) for kind in (CONSTANT, CYCLE) for lr in lrs for length in lengths]
     plans = [schedule(*place, budget, momentum) for place in places]
     steps = _steps(task, plans, seeds, target, hold, options)
-    return [
-        Trial(*place, each, mean(cost(each, budget))) for place, each in zip(places, steps, strict=True)
-    ]
+    return [Trial(*place, each, mean(cost(each, budget))) for place, each in zip(places, steps, strict=True)]
 
 
 def _steps(task, plans, seeds, target, hold, options):
@@ -81,7 +79,7 @@ def best(trials, kind):
     mine = [t for t in trials if t.kind == kind and any(n is not None for n in t.each)]
     if not mine:
         raise ValueError(
-            f"no run of {kind!r} ever reached the target: lower the target, allow more steps, or widen the grid"
+            f"no run of {kind!r} ever reached the target: lower it, allow more steps, or widen the grid"
         )
     return min(mine, key=lambda t: t.cost)
 
@@ -105,16 +103,19 @@ def race(task, trials, budget, target, seeds, momentum=0.0, hold=3, **options):
 def contest(task, lrs, lengths, budget, target, tuning, racing, **options):
     "Tune both schedules on the seeds `tuning`, then race the best of each on `racing`; returns a `Result`."
     if set(tuning) & set(racing):
-        raise ValueError(f"seeds {sorted(set(tuning) & set(racing))} are for tuning and for the race; expected others")
+        raise ValueError(
+            f"seeds {sorted(set(tuning) & set(racing))} are for tuning and for the race; expected others"
+        )
     trials = tune(task, lrs, lengths, budget, target, tuning, **options)
     return race(task, trials, budget, target, racing, **options)
 
 
 def step_seconds(task, result, budget, steps=200, runs=3, momentum=0.0, **options):
-    "By kind: seconds of a training step of one network alone with the best schedule, the least of `runs` runs."
+    "By kind: seconds of a training step of one network alone, with the best schedule; the least of `runs`."
     seconds = {}
     for kind, trial in result.best.items():
         plan = schedule(kind, trial.lr, trial.length, budget, momentum)[:steps]
         clocks = [schedules_nets.train(task, [plan], [seed], **options).clock[-1] for seed in range(runs + 1)]
-        seconds[kind] = min(total / last for last, total in clocks[1:])  # the first run pays for what is made once
+        # The first run is left out: it pays for what is made once.
+        seconds[kind] = min(total / last for last, total in clocks[1:])
     return seconds

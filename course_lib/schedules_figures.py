@@ -16,8 +16,8 @@ def _subplots(*args, **kw):
 def draw_runs(arms, target, first=30, top=1e4):
     """Training loss of the `first` steps and accuracy of all steps, a line a run.
 
-    `arms` is {label: (losses, curves)}: lists of losses and of [(step, accuracy), …], one of each a run. A cross
-    is where a run's loss was a number for the last time; losses above `top` are drawn there.
+    `arms` is {label: (losses, curves)}: lists of losses and of [(step, accuracy), …], one of each a run. A
+    cross is where a run's loss was a number for the last time; losses above `top` are drawn there.
     """
     fig, (left, right) = _subplots(1, 2, figsize=(9.6, 3.6))
     for colour, (label, (losses, curves)) in zip(show.COLOURS, arms.items(), strict=False):

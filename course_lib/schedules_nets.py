@@ -32,8 +32,8 @@ def digits(device="cpu"):
     return Task("digits", *sides, 10)
 
 
-def typefaces(n=8000, n_valid=1000, device="cpu"):
-    "Crops of 24x24 pixels of printed prose, labelled by typeface, each as sixteen overlapping patches of 12x12."
+def typefaces(n=8000, n_valid=500, device="cpu"):
+    "Crops of 24x24 pixels of printed prose, labelled by typeface, each as 16 overlapping patches of 12x12."
     d = data.typefaces(24, n, seed=0, em=(9, 12), n_valid=n_valid)
     sides = [(_patches(x.to(device), 12, 4), y.to(device)) for x, y in (d.train, d.valid)]
     return Task("typefaces", *sides, len(d.names))
@@ -108,9 +108,9 @@ class Nets(nn.Module):
 class Runs(NamedTuple):
     """Runs that were trained side by side.
 
-    `curves`: of each run the validation accuracies, [(step, accuracy), …], up to where it ended. `losses`: the
-    training loss of each step, [runs, steps] on the CPU, NaN after the end. `clock`: seconds of training up to
-    each evaluation, [(step, seconds), …], evaluations left out. `watched`: what `watch` returned.
+    `curves`: of each run the validation accuracies, [(step, accuracy), …], up to where it ended. `losses`:
+    the training loss of each step, [runs, steps] on the CPU, NaN after the end. `clock`: seconds of training
+    up to each evaluation, [(step, seconds), …], evaluations left out. `watched`: what `watch` returned.
     """
 
     curves: list
@@ -122,8 +122,8 @@ class Runs(NamedTuple):
 def train(task, schedules, seeds, batch=64, every=10, target=None, hold=3, watch=None, **net):
     """Train one network for each schedule by stochastic gradient descent with momentum; returns `Runs`.
 
-    A schedule is a list of (lr, momentum), one for each step. A run's seed decides its initial weights and its
-    batches, so runs of one seed differ in nothing but their schedule. After `every` steps the accuracy is
+    A schedule is a list of (lr, momentum), one for each step. A run's seed decides its initial weights and
+    its batches, so runs of one seed differ in nothing but their schedule. After `every` steps the accuracy is
     measured. A run ends with its schedule, when its loss or its answers are no numbers, or when it has held
     `target` for `hold` evaluations. `watch(step, nets, alive)` is called before each evaluation. `net` goes
     to `Nets`. ValueError where schedules and seeds don't match.

@@ -30,8 +30,13 @@ def top_eigenvalue(loss, params, iterations=100):
     """
     grads = torch.autograd.grad(loss, params, create_graph=True)
 
+    curved = [k for k, g in enumerate(grads) if g.requires_grad]  # a constant gradient has no derivative
+
     def product(v):
-        return torch.autograd.grad(grads, params, v, retain_graph=True, materialize_grads=True)
+        if not curved:
+            return [torch.zeros_like(p) for p in params]
+        parts = [grads[k] for k in curved], params, [v[k] for k in curved]
+        return torch.autograd.grad(*parts, retain_graph=True, materialize_grads=True)
 
     def largest(shift):
         v, value = [torch.randn_like(p) for p in params], 0.0
@@ -88,7 +93,9 @@ def along(task, plans, seeds, every=10, iterations=20, **options):
     """
     x, y = (t[:IMAGES] for t in task.train)
     net = {k: v for k, v in options.items() if k in ("width", "blocks", "normalise")}
-    rows = [[(0, s, plan[0][0])] for s, plan in zip(at_start(task, seeds, iterations, **net), plans, strict=True)]
+    rows = [
+        [(0, s, plan[0][0])] for s, plan in zip(at_start(task, seeds, iterations, **net), plans, strict=True)
+    ]
 
     def watch(step, nets, alive):
         values = sharpness(nets, x, y, iterations)

@@ -24,7 +24,9 @@ def test_fractions_end_where_torch_and_fastai_end():
 @pytest.mark.parametrize("steps", [0, 1, -3])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_schedule_of_no_or_one_step_is_refused(steps, last):
-    with pytest.raises(ValueError, match=rf"a schedule of {steps} steps has no start and end; expected at least 2"):
+    with pytest.raises(
+        ValueError, match=rf"a schedule of {steps} steps has no start and end; expected at least 2"
+    ):
         schedules.fractions(steps, last)
 
 
@@ -33,7 +35,9 @@ def test_a_warmup_longer_than_the_run_is_refused():
     assert schedules.part(0, 200) == 0
     assert schedules.part(200, 200) == 1
     for warmup, steps in ((80, 60), (-1, 60), (1, 0)):
-        with pytest.raises(ValueError, match=f"a warm-up of {warmup} steps in a run of {steps}; expected from 0"):
+        with pytest.raises(
+            ValueError, match=f"a warm-up of {warmup} steps in a run of {steps}; expected from 0"
+        ):
             schedules.part(warmup, steps)
 
 
@@ -42,8 +46,10 @@ def test_a_warmup_longer_than_the_run_is_refused():
     lambda t, w: schedules.one_cycle(t, 1.0, w),
     lambda t, w: schedules.constant_then_drop(t, 1.0, w),
 ])  # fmt: skip
-@pytest.mark.parametrize("t, warmup, name", [(1.2, 0.1, "t is 1.2"), (-0.1, 0.1, "t is -0.1"), (0.5, 1.5, "is 1.5"),
-                                             (math.nan, 0.1, "t is nan")])  # fmt: skip
+@pytest.mark.parametrize(
+    "t, warmup, name",
+    [(1.2, 0.1, "t is 1.2"), (-0.1, 0.1, "t is -0.1"), (0.5, 1.5, "is 1.5"), (math.nan, 0.1, "t is nan")],
+)
 def test_parts_outside_the_run_are_refused(call, t, warmup, name):
     with pytest.raises(ValueError, match=f"{name}; expected a part of the run, from 0 to 1"):
         call(t, warmup)
