@@ -88,8 +88,11 @@ def sync():
 
 def name():
     "The device's name: 'NVIDIA H200', or the processor's model and its cores."
-    if has_gpu():
-        return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name() if has_gpu() else host()
+
+
+def host():
+    "The processor's model and the cores that this process may use."
     n = cores()
     return f"{_cpu_model()}, {n} core{'s' * (n != 1)}"
 

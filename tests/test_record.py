@@ -70,7 +70,7 @@ def test_records_outputs_figures_and_stamp_and_does_so_alike(course, capfd, monk
         "commit": "abc1234",
         "clean": True,
     }
-    assert stamp["gpu"] and stamp["torch"] and stamp["python"] and stamp["date"] > "2025"
+    assert stamp["gpu"] and stamp["host"] and stamp["torch"] and stamp["python"] and stamp["date"] > "2025"
     assert stamp["figures"]["05.copy_tbps"] == {
         "value": 3.14159,
         "unit": "TB/s",

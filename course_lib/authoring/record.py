@@ -21,8 +21,9 @@ try:
     from triton import __version__ as triton
 except ImportError:
     triton = None
-print(json.dumps({"gpu": machine.name(), "torch": torch.__version__, "triton": triton,
-                  "python": platform.python_version()}))
+gpus = torch.cuda.device_count()
+print(json.dumps({"gpu": f"{gpus} × " * (gpus > 1) + machine.name(), "host": machine.host(),
+                  "torch": torch.__version__, "triton": triton, "python": platform.python_version()}))
 """
 
 
