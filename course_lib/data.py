@@ -176,11 +176,11 @@ def _sweep(folder):
                 shutil.rmtree(left)
 
 
-def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None):
+def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None, pages=12):
     "Images of prose labelled by typeface, at any size, rendered here: see `images.typefaces`."
     from course_lib import images
 
-    return images.typefaces(size, n, seed, em, n_valid)
+    return images.typefaces(size, n, seed, em, n_valid, pages)
 
 
 def letters(size=96, n=2400, seed=0, em=None, n_valid=None):

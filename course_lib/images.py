@@ -20,7 +20,6 @@ FACES = (
     "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta",
     "DejaVuSansMono", "cmr10", "cmss10", "cmtt10",
 )  # fmt: skip
-PAGES = 12  # pages of each face on each side of the split, each with letters of another size
 
 
 class Images(NamedTuple):
@@ -38,20 +37,24 @@ class Images(NamedTuple):
     extra: dict
 
 
-def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None):
+def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None, pages=12):
     """Crops of printed pages; the label is the typeface. `n` for training, `n_valid` (n // 4) for validation.
 
     Sixteen faces, grey, [N, 1, size, size]. `em` is the range of the letters' size in pixels, (lowest,
     highest), drawn evenly on a log scale; by default (size / 16, size / 4). `extra["em"]` tells each image's.
-    Paper, ink and grain vary. Training and validation pages set different texts. Rendered on first use and
-    cached. ValueError for sizes and ranges that leave nothing to read.
+    They are cut from `pages` pages of each face on each side of the split, each with letters of another size;
+    rendering those takes nearly all of the time. Paper, ink and grain vary. Training and validation pages set
+    different texts. Rendered on first use and cached. ValueError for sizes and ranges that leave nothing to
+    read.
     """
     low, high = em or (size / 16, size / 4)
     n_valid = n // 4 if n_valid is None else n_valid
     _check(size, low, high, n, n_valid)
+    if pages < 1:
+        raise ValueError(f"{pages} pages of each face; expected at least 1")
     path = data.cached(
-        f"typefaces-1-{size}-{n}-{n_valid}-{low:g}-{high:g}-{seed}.pt",
-        lambda p: torch.save(_typefaces(size, n, n_valid, seed, low, high), p),
+        f"typefaces-1-{size}-{n}-{n_valid}-{low:g}-{high:g}-{seed}{f'-{pages}' if pages != 12 else ''}.pt",
+        lambda p: torch.save(_typefaces(size, n, n_valid, seed, low, high, pages), p),
     )
     sides = torch.load(path, weights_only=True)
     (x, y, em_train), (vx, vy, em_valid) = sides["train"], sides["valid"]
@@ -77,14 +80,14 @@ def _check(size, low, high, n, n_valid):
         raise ValueError(f"{n} training and {n_valid} validation images; expected at least 1 of each")
 
 
-def _typefaces(size, n, n_valid, seed, low, high):
+def _typefaces(size, n, n_valid, seed, low, high, pages):
     import numpy as np
 
     # RandomState's numbers are frozen by NumPy's compatibility policy.
     random = np.random.RandomState(seed)
     grain = _grain(random, size)
     return {
-        side: _crops(random, count, size, low, high, _prose(side), grain)
+        side: _crops(random, count, size, low, high, _prose(side), grain, pages)
         for side, count in (("train", n), ("valid", n_valid))
     }
 
@@ -93,13 +96,13 @@ def _prose(side):
     return " ".join((ASSETS / f"prose-{side}.txt").read_text(encoding="utf-8").split())
 
 
-def _crops(random, n, size, low, high, text, grain):
+def _crops(random, n, size, low, high, text, grain, pages):
     import numpy as np
 
-    page_of = np.arange(n) % (len(FACES) * PAGES)  # page p sets face p % 16: the faces are balanced
+    page_of = np.arange(n) % (len(FACES) * pages)  # page p sets face p % 16: the faces are balanced
     x = np.empty((n, 1, size, size), np.uint8)
     em = np.empty(n, np.float32)
-    pages = min(n, len(FACES) * PAGES)
+    pages = min(n, len(FACES) * pages)
     parts = -(-pages // len(FACES))
     for p in range(pages):
         # Of each face one page with letters from each of `parts` even parts of the log range.

@@ -30,7 +30,7 @@ class Task(NamedTuple):
     letters' size. A progressive run climbs from `low` in steps of `step`; the share `sharp` of its epochs, at
     the end, is at `side`. `fixed` and `progressive` are the arms' lengths in epochs: each is a run with a
     cycle of its own. `blocks` and `width` are the network's. Adam with decoupled weight decay, one cycle up
-    to `lr`.
+    to `lr`. `more` are other keywords of the data set, as pairs.
     """
 
     source: str
@@ -47,6 +47,7 @@ class Task(NamedTuple):
     width: int
     blocks: tuple
     lr: float
+    more: tuple = ()
 
     def schedule(self, epochs):
         "The side in each epoch of a progressive run."
@@ -56,7 +57,9 @@ class Task(NamedTuple):
 
     def images(self):
         "The data set, on the device."
-        images = getattr(data, self.source)(self.side, self.n, em=self.em, n_valid=self.n_valid)
+        images = getattr(data, self.source)(
+            self.side, self.n, em=self.em, n_valid=self.n_valid, **dict(self.more)
+        )
         move = machine.device()
         return images._replace(
             train=tuple(t.to(move) for t in images.train), valid=tuple(t.to(move) for t in images.valid)
@@ -98,6 +101,8 @@ def tasks(**changes):
         "em": machine.pick(cpu=(6, 9), gpu=(7, 12)),
         "fixed": machine.pick(cpu=(3,), gpu=(5, 8)),
         "progressive": machine.pick(cpu=(8,), gpu=(10, 14)),
+        # Large pages are slow to render: 4 of each face take 20 s, 12 a minute.
+        "more": machine.pick(cpu=(), gpu=(("pages", 4),)),
     }
     base = machine.pick(cpu=small, gpu=large)
     return {

@@ -71,6 +71,7 @@ def test_training_and_validation_set_different_texts():
     [
         (lambda: data.typefaces(8), "size 8 with letters"),
         (lambda: data.typefaces(64, em=(2, 9)), "letters of 2 to 9"),
+        (lambda: data.typefaces(64, pages=0), "0 pages of each face"),
         (lambda: data.typefaces(64, em=(9, 80)), "up to the image's size"),
         (lambda: data.letters(64, em=(30, 20)), "letters of 30 to 20"),
         (lambda: data.letters(64, n=0), "0 training and 0 validation images"),
