@@ -10,6 +10,7 @@
     print(c.table())
 
     meter.of(step, batch)               # Counts of one call, after two calls that warm up
+    meter.compiled(step, batch)         # what torch.compile makes of it: see `meter_compiled`
 
 `flops` is what torch's FLOP counter counts, 2 for each multiply-add of a matmul or convolution. In `by_op`
 and `by_class` an operator that is no contraction has the FLOPs estimated by the table in `operators`.
@@ -42,6 +43,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from course_lib import meter_modes, operators
+from course_lib.meter_compiled import compiled  # noqa: F401
 from course_lib.meter_modes import NotPortable
 
 

@@ -30,7 +30,8 @@ class Task(NamedTuple):
     letters' size. A progressive run climbs from `low` in steps of `step`; the share `sharp` of its epochs, at
     the end, is at `side`. `fixed` and `progressive` are the arms' lengths in epochs: each is a run with a
     cycle of its own. `blocks` and `width` are the network's. Adam with decoupled weight decay, one cycle up
-    to `lr`. `more` are other keywords of the data set, as pairs.
+    to `lr`. `more` are other keywords of the data set, as pairs. `target`
+    is the accuracy to reach, or None for what fixed runs of full length reach (see `paired`).
     """
 
     source: str
@@ -48,6 +49,7 @@ class Task(NamedTuple):
     blocks: tuple
     lr: float
     more: tuple = ()
+    target: float | None = None
 
     def schedule(self, epochs):
         "The side in each epoch of a progressive run."
@@ -95,8 +97,9 @@ def tasks(**changes):
     }  # fmt: skip
     letters = {
         "em": machine.pick(cpu=(32, 72), gpu=(45, 112)),
-        "fixed": machine.pick(cpu=(4, 6), gpu=(3, 5)),
-        "progressive": machine.pick(cpu=(7, 10), gpu=(5, 8)),
+        "fixed": machine.pick(cpu=(4, 6), gpu=(2, 3, 5)),
+        "progressive": machine.pick(cpu=(7, 10), gpu=(4, 6, 8)),
+        "target": machine.pick(cpu=None, gpu=0.9),  # nine in ten; on a CPU the runs are too short for it
     }
     typefaces = {
         "em": machine.pick(cpu=(6, 9), gpu=(7, 12)),
@@ -308,7 +311,7 @@ def paired(task, seeds=5, margin=0.02):
     - "progressive": the task's schedule;
     - "small": the longest progressive run's epochs, all at the lowest side, and read at that side.
 
-    The target is what the longest fixed runs end with, the median of them, less `margin`.
+    The target is the task's, or what the longest fixed runs end with, the median of them, less `margin`.
     """
     if seeds < 1:
         raise ValueError(f"{seeds} seeds; expected at least 1")
@@ -326,7 +329,7 @@ def paired(task, seeds=5, margin=0.02):
                 for schedule, read in plan:
                     runs[arm][seed].append(train(task, images, schedule, seed, read))
     best = statistics.median(max(r.accuracy for r in same) for same in runs["fixed"].values())
-    return Study(task, best - margin, runs)
+    return Study(task, task.target or best - margin, runs)
 
 
 def _warm_up(task, images):
@@ -364,6 +367,12 @@ def verdict(study, by="seconds"):
     else:
         word = "they disagree"
     return f"{ratio} over {n} seeds: {word}"
+
+
+def by_target(study, targets=(0.8, 0.9, 0.95, 0.98)):
+    "The comparison in time and in FLOPs at other accuracies: [(target, time's verdict, FLOPs' verdict), …]."
+    others = [study._replace(target=t) for t in targets]
+    return [(s.target, verdict(s), verdict(s, "flops")) for s in others]
 
 
 def note(study, name, bar=None, by="seconds"):

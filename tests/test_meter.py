@@ -454,5 +454,5 @@ def test_importing_the_ground_floor_costs_little():
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds, modules = run.stdout.splitlines()
         took.append(float(seconds))
-        assert not {"fastai", "triton", "matplotlib", "sklearn", "ipyparallel"} & set(modules.split())
+        assert not {"fastai", "triton", "matplotlib", "sklearn"} & set(modules.split())
     assert min(took) < 0.2

@@ -1,0 +1,120 @@
+"""Inputs for the kernels and what must come of them, the same in the interpreter and on a GPU.
+
+A reference is torch in float64 on the very numbers that the kernel gets. Inputs are drawn anew each time.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from course_lib.kernels import add, matmul, rmsnorm, softmax, xent
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One rounding of the result to its dtype, and room for the float32 sums before it.
+ROUNDED = {torch.float32: 4e-6, torch.float16: 1.2e-3, torch.bfloat16: 9e-3}
+LAYOUTS = ("plain", "transposed", "sliced", "spread", "expanded")
+
+
+def laid(rows, columns, layout, dtype, device):
+    "A gaussian [rows, columns] that lies in memory in one of the LAYOUTS."
+
+    def draw(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    if layout == "transposed":
+        return draw(columns, rows).t()
+    if layout == "sliced":
+        return draw(2 * rows + 1, columns + 5)[1::2, 3:-2]
+    if layout == "spread":
+        return draw(rows, 3 * columns)[:, ::3]
+    if layout == "expanded":
+        return draw(1, columns).expand(rows, columns)
+    return draw(rows, columns)
+
+
+def near(got, want, atol=1e-6):
+    "`got` is `want` (float64), but for one rounding."
+    assert got.shape == want.shape, f"{list(got.shape)} for {list(want.shape)}"
+    torch.testing.assert_close(
+        got.double(), want.double(), rtol=ROUNDED[got.dtype], atol=atol, equal_nan=True
+    )
+
+
+def adds(x, y, **settings):
+    out = add.add(x, y, **settings)
+    assert out.dtype == x.dtype
+    near(out, x.double() + y.double())
+
+
+def softmaxes(x, **settings):
+    kept = x.clone()
+    out = softmax.softmax(x, **settings)
+    assert out.dtype == x.dtype and out.is_contiguous() and torch.equal(x.nan_to_num(), kept.nan_to_num())
+    near(out, torch.softmax(x.double(), -1), atol=1e-7)
+
+
+def three_passes(x, **settings):
+    near(softmax.three_passes(x, **settings), torch.softmax(x.double(), -1), atol=1e-7)
+
+
+def rms_forward(x, weight, eps=1e-5, **settings):
+    y, rstd = rmsnorm.forward(x, weight, eps, **settings)
+    wide = x.double()
+    inverse = torch.rsqrt(wide.square().mean(-1) + eps)
+    assert y.dtype == x.dtype and rstd.dtype == torch.float32
+    near(y, wide * inverse[..., None] * weight.double())
+    near(rstd, inverse.reshape(-1))
+
+
+def rms_backward(dy, x, weight, eps=1e-5, **settings):
+    _, rstd = rmsnorm.forward(x, weight, eps)
+    dx, dweight = rmsnorm.backward(dy, x, weight, rstd, **settings)
+    gradients_near((dx, dweight), (x, weight), dy, eps)
+
+
+def rms_autograd(dy, x, weight, eps=1e-5):
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
+    gradients_near(torch.autograd.grad(rmsnorm.rmsnorm(*leaves, eps), leaves, dy), (x, weight), dy, eps)
+
+
+def gradients_near(got, inputs, dy, eps):
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    want = torch.autograd.grad(F.rms_norm(wide[0], wide[1].shape, wide[1], eps), wide, dy.double())
+    assert [g.dtype for g in got] == [t.dtype for t in inputs]
+    # A sum of products can nearly cancel: what counts is its size beside that of its terms.
+    near(got[0], want[0], atol=1e-5)
+    near(got[1], want[1], atol=1e-6 * max(1, dy.numel() // dy.shape[-1]))
+
+
+def multiplies(a, b, by=matmul.matmul, **settings):
+    out = by(a, b, **settings)
+    assert out.dtype == a.dtype and out.is_contiguous()
+    near(out, a.double() @ b.double(), atol=1e-6 * (1 + a.shape[1]))
+
+
+def loses(logits, target, ignore_index=-100, reduction="mean", inplace=True, **settings):
+    "Loss and gradient of `xent.cross_entropy` beside float64's; returns the leaf's gradient."
+    wide = logits.detach().double().requires_grad_()
+    want = F.cross_entropy(wide, target.long(), ignore_index=ignore_index, reduction=reduction)
+    slope = torch.randn_like(want)
+    (want_grad,) = torch.autograd.grad(want, wide, slope)
+    leaf = logits.detach().requires_grad_()
+    x = leaf.view_as(leaf) if inplace else leaf  # no leaf, as in a model
+    loss = xent.cross_entropy(
+        x, target, ignore_index=ignore_index, reduction=reduction, inplace=inplace, **settings
+    )
+    assert loss.dtype == torch.float32
+    near(loss, want.detach(), atol=1e-5)
+    (grad,) = torch.autograd.grad(loss, leaf, slope.float())
+    assert grad.dtype == logits.dtype
+    near(grad, want_grad, atol=1e-6)
+    if inplace:
+        assert grad.data_ptr() == logits.data_ptr()
+    return grad
+
+
+def targets(rows, classes, device, ignore_index=-100):
+    "Class numbers, some of them ignored."
+    target = torch.randint(classes, (rows,), device=device)
+    target[::3] = ignore_index
+    target[1::3] = torch.tensor([0, classes - 1], device=device)[torch.arange(len(target[1::3])) % 2]
+    return target

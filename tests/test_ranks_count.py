@@ -1,0 +1,164 @@
+"Messages, collectives and bytes against what was sent, and spans on one clock."
+
+import contextlib
+import time
+
+import pytest
+import ranks_programs as programs
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel import ranks, timeline
+from course_lib.parallel.count import count_comm
+
+N = 3
+
+
+@pytest.fixture(scope="module")
+def group():
+    with ranks(N, backend="gloo", preload=["torch._dynamo"]) as group:
+        yield group
+
+
+def facts(c):
+    return c.messages, c.sent_bytes, c.received_bytes, dict(c.collectives), dict(c.payload_bytes)
+
+
+def counted(group, fn):
+    def on_rank():
+        with count_comm() as c:
+            fn()
+        return facts(c), c.log
+
+    return group.run(on_rank, show=False, timeout=20)
+
+
+def test_messages(group):
+    def two_rings():
+        programs.ring(7)
+        programs.ring(5, torch.float64)
+
+    for r, (found, log) in enumerate(counted(group, two_rings)):
+        assert found == (2, 7 * 4 + 5 * 8, 68, {}, {})
+        assert sorted(log) == sorted(
+            [(k, n, (r + d) % N) for n in (28, 40) for k, d in (("send", 1), ("recv", -1))]
+        )
+
+
+def test_batched_messages_and_messages_from_anyone(group):
+    def batch():
+        me = dist.get_rank()
+        ops = [
+            dist.P2POp(dist.isend, torch.ones(6), (me + 1) % N),
+            dist.P2POp(dist.irecv, torch.ones(6), (me - 1) % N),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    def anyone():
+        if dist.get_rank():
+            dist.send(torch.ones(3, dtype=torch.int8), 0)
+        else:
+            for _ in range(N - 1):
+                dist.recv(torch.ones(3, dtype=torch.int8))
+
+    assert [f for f, _ in counted(group, batch)] == [(1, 24, 24, {}, {})] * N
+    assert [f for f, _ in counted(group, anyone)] == [(0, 0, 6, {}, {})] + [(1, 3, 0, {}, {})] * 2
+
+
+def shards(n=2):
+    return [torch.ones(n) for _ in range(N)]
+
+
+COLLECTIVES = {
+    "all_reduce": (lambda: dist.all_reduce(torch.ones(5)), 20),
+    "broadcast": (lambda: dist.broadcast(torch.ones(5, dtype=torch.float16), 1), 10),
+    "reduce": (lambda: dist.reduce(torch.ones(4), 0), 16),
+    "all_gather": (lambda: dist.all_gather(shards(), torch.ones(2)), 8),
+    "all_gather into a tensor": (lambda: dist.all_gather_into_tensor(torch.ones(6), torch.ones(2)), 8),
+    "reduce_scatter": (lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(6)), 24),
+    "all_to_all": (lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6)), 24),
+    "gather": (lambda: dist.gather(torch.ones(2), shards() if dist.get_rank() == 0 else None), 8),
+    "barrier": (lambda: dist.barrier(), 0),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives(group, name):
+    fn, payload = COLLECTIVES[name]
+    kind = name.split()[0]
+    assert [f for f, _ in counted(group, fn)] == [(0, 0, 0, {kind: 1}, {kind: payload})] * N
+
+
+def test_scatter(group):
+    def scatter():
+        dist.scatter(torch.ones(2), shards() if dist.get_rank() == 0 else None)
+
+    payloads = [f[4]["scatter"] for f, _ in counted(group, scatter)]
+    assert payloads == [24, 8, 8]  # what is handed in; where nothing is, what comes
+
+
+def test_functional_collectives(group):
+    def functional():
+        import torch.distributed._functional_collectives as funcol
+
+        funcol.wait_tensor(funcol.all_reduce(torch.ones(5), "sum", dist.group.WORLD))
+
+    assert [f for f, _ in counted(group, functional)] == [
+        (0, 0, 0, {"all_reduce": 1}, {"all_reduce": 20})
+    ] * N
+
+
+def test_a_library_s_collectives_are_seen_where_it_calls_them_from_compiled_code(group):
+    def ddp():
+        net = torch.nn.Linear(3, 2)  # 8 numbers
+        net = torch.nn.parallel.DistributedDataParallel(net)
+        with count_comm() as c:
+            net(torch.ones(4, 3)).sum().backward()
+        return dict(c.collectives), dict(c.payload_bytes)
+
+    assert group.run(ddp) == [({"all_reduce": 1}, {"all_reduce": 32})] * N
+
+
+def test_fully_shard(group):
+    def fsdp():
+        from torch.distributed.fsdp import fully_shard
+
+        net = torch.nn.Linear(3, 6, bias=False)  # 18 numbers, 6 a rank
+        fully_shard(net)
+        with count_comm() as c:
+            net(torch.ones(4, 3)).sum().backward()
+        return dict(c.collectives), dict(c.payload_bytes)
+
+    for collectives, payload in group.run(fsdp):
+        assert collectives["all_gather"] == 1 and collectives["reduce_scatter"] == 1
+        assert payload["all_gather"] == 24 and payload["reduce_scatter"] == 72
+
+
+def test_a_call_that_raises_is_not_counted(group):
+    def wrong():
+        with count_comm() as c, contextlib.suppress(RuntimeError, ValueError):
+            dist.all_gather_into_tensor(torch.ones(5), torch.ones(2))
+        return facts(c)
+
+    assert group.run(wrong) == [(0, 0, 0, {}, {})] * N
+
+
+def test_a_timeline_over_the_ranks(group):
+    def work():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+        with timeline.span("step", lane="compute"):
+            time.sleep(0.02)
+        timeline.mark("done")
+
+    group.run(work)
+    found = group.timeline
+    assert [[e.name for e in events] for events in found] == [["step", "done"]] * N
+    assert min(e.start for events in found for e in events) == 0
+    assert found[1][0].start - found[0][0].start > 0.03
+    assert all(e.end - e.start >= 0.02 and e.lane == "compute" for e, _ in found)
+    assert all(mark.start == mark.end >= step.end for step, mark in found)
+    group.run(programs.rank)
+    assert group.timeline == [[], [], []]  # of the last call alone
