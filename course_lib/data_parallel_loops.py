@@ -4,7 +4,6 @@ These functions are called on every rank (`ranks.run(loops.drift, …)`); each a
 is. They work alone too, as a group of one.
 """
 
-import statistics
 import threading
 import time
 
@@ -121,12 +120,13 @@ class _Both:
 
 
 def overlap(limit, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6):
-    """Steps of a larger network with buckets of `limit` bytes, the last one on the timeline.
+    """Steps of a larger network with buckets of `limit` bytes, the one of median length on the timeline.
 
     Gives the seconds from the start of backward to the last gradient averaged, as the median.
     """
     from course_lib.parallel import timeline
 
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # more of them get in each other's way here
     torch.manual_seed(dist.get_rank())
     model, comm = net(0, widths), Watched()
     last = {"at": 0.0}
@@ -140,17 +140,22 @@ def overlap(limit, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6)
             timeline.mark("waits from here", "backward")
 
     wrapped = BucketedDataParallel(model, comm, limit, mark)
-    took = []
+    spans = []
     for _ in range(steps):
         loss = model(torch.randn(batch, widths[0])).square().mean()
         dist.barrier()
-        timeline.take()
         last["at"] = start = time.monotonic()
         loss.backward()
         wrapped.finish()
-        took.append(time.monotonic() - start)
+        spans.append((start, time.monotonic()))
         model.zero_grad()
-    return statistics.median(took[1:])
+    dist.barrier()  # the last all-reduces have told their ends
+    spans = sorted(spans[1:], key=lambda span: span[1] - span[0])
+    start, end = spans[len(spans) // 2]
+    for event in timeline.take():
+        if start <= event.start <= end:
+            timeline.add(*event)
+    return end - start
 
 
 # --- PyTorch's own -----------------------------------------------------------------------------------

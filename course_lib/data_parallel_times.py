@@ -48,11 +48,13 @@ def _quiet(device):
         torch.cuda.synchronize(device)
 
 
-def scaling(layers=16, width=4096, tokens=2048, steps=20, bucket_mb=25):
+def scaling(layers=16, width=8192, tokens=8192, steps=6, bucket_mb=25):
     """Seconds of forward and backward of a stack of linear layers, alone and data parallel in four ways.
 
-    Gives {"alone", "backward", "bytes" (of one layer), "ddp", "ddp_no_overlap", "fsdp", "fsdp_no_overlap"}.
-    Without overlap: one bucket for everything, or one unit that is gathered whole. bf16 on a GPU.
+    Gives {"alone", "backward", "bytes" (of one layer), "ddp", "ddp_no_overlap", "fsdp", "fsdp_no_overlap",
+    "fsdp_host"}. Without overlap: one bucket for everything, or one unit that is gathered whole. "fsdp_host"
+    is a sharded step with next to nothing to compute: what its hooks and its messages take by themselves.
+    bf16 on a GPU.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +83,8 @@ def scaling(layers=16, width=4096, tokens=2048, steps=20, bucket_mb=25):
     for layer in model:
         fully_shard(layer, mesh=mesh)
     found["fsdp"] = _step_seconds(fully_shard(model, mesh=mesh), x, steps)
+    found["fsdp_host"] = _step_seconds(model, x[:16], steps)
+    del model
     found["fsdp_no_overlap"] = _step_seconds(fully_shard(make(), mesh=mesh), x, steps)
     return found
 

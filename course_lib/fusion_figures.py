@@ -121,7 +121,8 @@ def draw_memory(watches):
     for k, (name, w) in enumerate(watches.items()):
         at = w.marks[0][0]
         xs = [i / at if i <= at else 1 + (i - at) / (len(w.line) - at) for i in range(len(w.line))]
-        label = f"{name}: peak {w.peak / 1e6:,.3g} MB"
+        peak = w.peak / 1e6
+        label = f"{name}: peak {peak:,.0f} MB" if peak >= 100 else f"{name}: peak {peak:.3g} MB"
         ax.plot(xs, [b / 1e6 for _, b in w.line], color=show.COLOURS[k], lw=1.4, label=label)
     ax.axvline(1, color=show.COLOURS[6], lw=1, ls="--")
     for x, name in ((0.5, "forward"), (1.5, "backward")):
@@ -147,13 +148,16 @@ def draw_frontier(points, ylabel="ms a step"):
     worse = beaten(points)
     line = sorted(p for k, p in points.items() if k not in worse)
     ax.plot([b / 1e6 for b, _ in line], [v for _, v in line], color=show.COLOURS[6], lw=1, ls="--", zorder=1)
-    for k, (label, (size, value)) in enumerate(points.items()):
-        colour = show.COLOURS[k % len(show.COLOURS)]
-        face = "white" if label in worse else colour
-        ax.plot([size / 1e6], [value], "os"[k >= len(show.COLOURS)], ms=8, mec=colour, mfc=face, label=label)
-    ax.set(xlabel="MB at the peak", ylabel=ylabel, xlim=(0, None))
-    ax.set_ylim(0, 1.15 * max(v for _, v in points.values()))
-    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    wide, high = (max(p[i] for p in points.values()) for i in (0, 1))
+    for label, (size, value) in points.items():
+        face = "white" if label in worse else show.COLOURS[0]
+        ax.plot([size / 1e6], [value], "o", ms=8, mec=show.COLOURS[0], mfc=face, label=label)
+        # Below the point where another stands closely above it.
+        crowded = any(0 < v - value < 0.15 * high and abs(b - size) < 0.3 * wide for b, v in points.values())
+        ax.annotate(label, (size / 1e6, value), (0, -9 if crowded else 8), textcoords="offset points",
+                    ha="left" if size < 0.2 * wide else "center", va="top" if crowded else "bottom",
+                    fontsize=9)  # fmt: skip
+    ax.set(xlabel="MB at the peak", ylabel=ylabel, xlim=(0, 1.15 * wide / 1e6), ylim=(0, 1.15 * high))
     return fig
 
 

@@ -79,10 +79,13 @@ def softmax_rates(rows=16384, columns=4096):
 
 def compiled_source(fn, shape):
     "The Triton kernel that torch.compile writes for `fn` of a bf16 matrix, as text."
+    import warnings
+
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
-    with config.patch(force_disable_caches=True):  # a cached kernel is not written again
+    with warnings.catch_warnings(), config.patch(force_disable_caches=True):  # a cached kernel is not written
+        warnings.simplefilter("ignore")  # of that choice
         _, codes = run_and_get_code(_compiled(fn), _matrix(*shape))
     return kernel_in("\n".join(codes))
 

@@ -204,6 +204,7 @@ def prepare(rank, world, backend, here, seed):
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the record that `_record_for` writes
     torch.set_num_threads(room.threads(here))
+    os.environ.setdefault("OMP_NUM_THREADS", str(room.threads(here)))  # libraries warn where nobody chose
     random.seed(seed + rank)
     numpy.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
