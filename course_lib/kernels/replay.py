@@ -84,6 +84,7 @@ class Turns:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the capture is broken, and the cause is raised
                     graph.capture_end()
+                _forget_capture(self._pool)
                 raise
             graph.capture_end()
         return Graph(graph, count)
@@ -126,6 +127,15 @@ class Turns:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e-3 / (replays * graph.calls)
+
+
+def _forget_capture(pool):
+    "Let torch's generator know that the capture is over: a broken one leaves it waiting for more."
+    with contextlib.suppress(RuntimeError):
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(pool=pool)
+        torch.zeros(1, device="cuda")
+        empty.capture_end()
 
 
 def time_all(contenders, make=tuple, *, seconds=0.3):
