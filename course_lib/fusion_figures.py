@@ -83,17 +83,6 @@ def _plain(ax, low, high):
     ax.yaxis.set_major_formatter(lambda v, _: f"{v:,.10g}")
 
 
-def draw_lengths(lengths, times):
-    "Measured ms against the number of operators, {label: [seconds, …]}."
-    fig, ax = _axes(figsize=(6.4, 3.2))
-    for label, seconds in times.items():
-        ax.plot(lengths, [1e3 * s for s in seconds], "o-", label=label)
-    ax.set(xlabel="operators in the chain", ylabel="ms", ylim=(0, None))
-    ax.set_xticks(lengths)
-    ax.legend()
-    return fig
-
-
 def draw_race(rows):
     "GB/s of each chain, eager, compiled and ours: `fusion.race`'s rows, a group of bars for each."
     fig, ax = _axes(figsize=(6.6, 0.9 + 0.42 * len(rows)))

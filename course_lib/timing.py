@@ -49,8 +49,8 @@ def time(fn, *args, seconds=0.3, device=None):
         raise ValueError(f"seconds is {seconds}; expected a positive number")
     on_gpu = torch.device(device or _where(args)).type == "cuda"
     fn(*args)
-    with _no_gc():
-        return _summary(*(_on_gpu if on_gpu else _on_cpu)(fn, args, seconds))
+    with no_gc():
+        return summary(*(_on_gpu if on_gpu else _on_cpu)(fn, args, seconds))
 
 
 def _where(args):
@@ -60,7 +60,8 @@ def _where(args):
 
 
 @contextlib.contextmanager
-def _no_gc():
+def no_gc():
+    "No garbage is collected within: it takes time, and may free what a CUDA graph under capture holds."
     was = gc.isenabled()
     gc.disable()
     try:
@@ -70,7 +71,8 @@ def _no_gc():
             gc.enable()
 
 
-def _summary(samples, runs):
+def summary(samples, runs):
+    "`Timing` of these samples, seconds of a call."
     t = torch.tensor(samples, dtype=torch.float64, device="cpu")
     low, median, high = t.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64, device="cpu")).tolist()
     return Timing(median, low, high, runs)

@@ -138,6 +138,10 @@ def test_a_stopped_rank_is_ended_too():
         with pytest.raises(ranks.RankTimeout, match="rank 1 is not to be seen"):
             group.run(programs.rank, timeout=0.3)
         assert group.run(programs.rank) == [0, 1]
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with pytest.raises(ranks.RankTimeout, match="rank 1 is not to be seen"):
+            group.run(len, b" " * (1 << 23), timeout=0.3)  # more than a socket holds
+        assert group.run(programs.rank) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ What a call costs the host is another question: `host_seconds`.
 """
 
 import contextlib
-import gc
 import itertools
 import math
 import time as clock
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from course_lib.timing import Timing
+from course_lib.timing import no_gc, summary
 
 ROTATED = 256 << 20  # bytes of all sets together, several times the largest L2 cache
 MOST_SETS = 256
@@ -66,7 +65,7 @@ class Turns:
     def capture(self, fn):
         "A `Graph` of calls of `fn`, a function of one set of inputs or a `Prepared`. It must not wait."
         torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream), _no_gc():
+        with torch.cuda.stream(self.stream), no_gc():
             if isinstance(fn, Prepared):
                 calls = [fn.prepare(*each) for each in self.sets]
             else:
@@ -103,7 +102,7 @@ class Turns:
     def measure(self, graphs, seconds=0.3):
         "{label: Timing} of one call, for `graphs` {label: Graph} that take turns; about `seconds` for each."
         samples, replays, rounds = {label: [] for label in graphs}, {}, FEWEST
-        with torch.cuda.stream(self.stream), _no_gc():
+        with torch.cuda.stream(self.stream), no_gc():
             for label, graph in graphs.items():
                 self._sample(graph, 1)  # a first replay loads the graph
                 took = self._sample(graph, 1) * graph.calls
@@ -116,7 +115,7 @@ class Turns:
                     graph.graph.replay()  # the contender before left its mark on caches and clocks
                     samples[label].append(self._sample(graph, replays[label]))
         return {
-            label: _timing(samples[label], rounds * replays[label] * graphs[label].calls) for label in graphs
+            label: summary(samples[label], rounds * replays[label] * graphs[label].calls) for label in graphs
         }
 
     def _sample(self, graph, replays):
@@ -154,7 +153,7 @@ def host_seconds(fn, *args, calls=200):
     for _ in range(5):
         fn(*args)
     samples = []
-    with _no_gc():
+    with no_gc():
         for _ in range(5):
             torch.cuda.synchronize()
             begin = clock.perf_counter()
@@ -163,21 +162,3 @@ def host_seconds(fn, *args, calls=200):
             samples.append((clock.perf_counter() - begin) / calls)
     torch.cuda.synchronize()
     return sorted(samples)[2]
-
-
-def _timing(samples, calls):
-    t = torch.tensor(samples, dtype=torch.float64)
-    low, median, high = t.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return Timing(median, low, high, calls)
-
-
-@contextlib.contextmanager
-def _no_gc():
-    "A collection while a graph is captured may free what CUDA forbids to free then."
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -3,11 +3,12 @@
 import contextlib
 import os
 import pickle
+import select
 import signal
 import time
 from multiprocessing.connection import wait
 
-from course_lib.parallel import stacks
+from course_lib.parallel import stacks, wire
 
 GRACE = 1.0  # seconds that the other ranks get to end by themselves after one failed
 
@@ -16,7 +17,7 @@ class Call:
     "What is asked of all ranks at once, and what comes back."
 
     def __init__(self, ranks, limit):
-        self.ranks, self.limit = ranks, limit
+        self.ranks, self.limit, self.end = ranks, limit, None
         self.waiting = set(range(len(ranks)))
         self.replies, self.died = {}, []  # who died, in that order
         self.collectives = {}  # what a rank that was asked where it is waits in, or ''
@@ -42,20 +43,35 @@ class Call:
         return [rank.out.text() + rank.err.text() for rank in self.ranks]
 
     def send(self, requests):
-        for r, (rank, request) in enumerate(zip(self.ranks, requests, strict=True)):
-            try:
-                rank.connection.send_bytes(pickle.dumps(request))
-            except OSError:
-                self.waiting.discard(r)
-                self.died.append(r)
+        """Ask every rank, within the time of the call.
+
+        A rank that doesn't read, since it is stopped, holds up neither the others nor the clock.
+        """
+        self.end = time.monotonic() + self.limit
+        unsent = {r: memoryview(wire.framed(request)) for r, request in enumerate(requests)}
+        while unsent:
+            for r in list(unsent):
+                try:
+                    unsent[r] = unsent[r][wire.push(self.ranks[r].connection, unsent[r]) :]
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    self.waiting.discard(r)
+                    self.died.append(r)
+                    del unsent[r]
+                    continue
+                if not unsent[r]:
+                    del unsent[r]
+            left = self.end - time.monotonic()
+            if left <= 0:
+                break
+            select.select([], [self.ranks[r].connection for r in unsent], [], left if unsent else 0)
 
     def collect(self, seconds=None):
         "Read replies and output until all is said, a rank died, the time is over, or failure had its grace."
-        end = time.monotonic() + (self.limit if seconds is None else seconds)
+        end = self.end if seconds is None else time.monotonic() + seconds
         while self.waiting and not self.died:
-            left = end - time.monotonic()
-            if left <= 0:
-                break
+            left = max(0.0, end - time.monotonic())
             sources = {}
             for r in self.waiting:
                 sources[self.ranks[r].connection] = r
@@ -63,14 +79,18 @@ class Call:
                 for pipe in (rank.out, rank.err):
                     if pipe.open:
                         sources[pipe] = r
+            replied = False
             for ready in wait(list(sources), left):
                 r = sources[ready]
                 if ready is self.ranks[r].connection:
+                    replied = True
                     self._reply(r)
                     if r in self.replies and self.replies[r][0] == "raised":
                         end = min(end, time.monotonic() + GRACE)
                 else:
                     ready.drain()
+            if not left and not replied:  # what had been said in time is read
+                break
         if self.died:  # ranks tend to die together
             for r in sorted(self.waiting):
                 if self.ranks[r].connection.poll(0.05):

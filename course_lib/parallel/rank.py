@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from course_lib.parallel import wire
 from course_lib.parallel.nursery import FORKS
 
 KEEP = 1_000_000  # bytes kept of what a rank prints in one call
@@ -120,7 +120,7 @@ class Rank:
 
     def ask_to_exit(self):
         with contextlib.suppress(OSError):
-            self.connection.send_bytes(pickle.dumps(("exit", None)))
+            wire.push(self.connection, wire.framed(("exit", None)))  # one that is stopped is killed
 
     def kill(self):
         for end in (os.killpg, os.kill):  # the group, and the rank that has not made its own yet

@@ -7,6 +7,10 @@ the cell and its line.
 import io
 import linecache
 import marshal
+import os
+import pickle
+import socket
+import struct
 import types
 
 import cloudpickle
@@ -24,6 +28,19 @@ def pack(obj):
     with io.BytesIO() as file:
         _Pickler(file).dump(obj)
         return file.getvalue()
+
+
+def framed(request):
+    "What `multiprocessing.connection` writes for a message."
+    body = pickle.dumps(request)
+    n = len(body)
+    return (struct.pack("!i", n) if n < 2**31 else struct.pack("!iQ", -1, n)) + body
+
+
+def push(connection, data):
+    "Write as much as can be written without waiting; how many bytes that was."
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        return end.send(data, socket.MSG_DONTWAIT)
 
 
 def cells():
