@@ -8,6 +8,7 @@ so that a kernel's loads can be counted on a machine that compiles it.
 
 import contextlib
 import functools
+import os
 
 import numpy as np
 import triton.language as tl
@@ -109,6 +110,16 @@ def mend():
     Builder.cast_impl = _cast(Builder.cast_impl)
     interpreter._patch_lang_tensor = _indexed(interpreter._patch_lang_tensor)
     interpreter.GridExecutor.__call__ = _quiet(interpreter.GridExecutor.__call__)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _interpret_what_was_made_for_the_compiler()
+
+
+def _interpret_what_was_made_for_the_compiler():
+    # Where something (torch.compile, say) imported Triton first, `tl.sum` and its like are of the other kind.
+    jit.JITFunction.__call__ = lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs)
+    for name, member in list(vars(tl.tensor).items()):
+        if isinstance(member, jit.JITFunction):
+            setattr(tl.tensor, name, _method(member))
 
 
 @contextlib.contextmanager
@@ -129,11 +140,7 @@ def everything(run, **builder):
     try:
         jit.JITFunction.run = launch
         interpreter.InterpretedFunction.run = launch
-        # A function that a kernel calls, `tl.sum` among them, was made for the compiler.
-        jit.JITFunction.__call__ = lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs)
-        for name, member in list(vars(tl.tensor).items()):
-            if isinstance(member, jit.JITFunction):
-                setattr(tl.tensor, name, _method(member))
+        _interpret_what_was_made_for_the_compiler()
         for name, make in builder.items():
             setattr(Builder, name, make(getattr(Builder, name)))
         yield
