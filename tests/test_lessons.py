@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import time
 
@@ -69,6 +70,13 @@ def test_stored_outputs(stem):
 def test_numbers_in_the_text(stem):
     figures = {f["name"]: f for f in recorded.figures(stem[:2])}
     assert prose.problems(worked(stem), figures) == []
+
+
+@every_lesson
+def test_the_lessons_that_it_speaks_of_exist(stem):
+    text = "\n".join(notebook.source(c) for c in worked(stem)["cells"])
+    named = re.findall(r"\b[Ll]essons? (\d\d)(?:(?:, | and | to )(\d\d))*", text)
+    assert {n for pair in named for n in pair if n} <= {other[:2] for other in STEMS}
 
 
 def test_numbers_in_the_readme():
