@@ -18,18 +18,19 @@ def zero_bytes(stage, ranks, weights=WEIGHTS, gradients=GRADIENTS, state=STATE):
         raise ValueError(f"ZeRO has the stages 0 to 3; given {stage!r}")
     if ranks < 1:
         raise ValueError(f"a group has 1 rank or more; given {ranks}")
-    parts = [weights, gradients, state]
-    for part in range(stage):
-        parts[2 - part] /= ranks
-    return sum(parts)
+    return sum(_parts(stage, ranks, weights, gradients, state))
+
+
+def _parts(stage, ranks, weights, gradients, state):
+    cut = [ranks if stage >= first else 1 for first in (3, 2, 1)]
+    return [n / c for n, c in zip((weights, gradients, state), cut, strict=True)]
 
 
 def explore_zero(billions=8.0, ranks=8, memory=140):
     "The explorer's data: gigabytes each rank keeps under each stage, and whether they fit into `memory` GB."
     stages = []
     for stage in range(4):
-        cut = [ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1]
-        parts = [n * billions / c for n, c in zip((WEIGHTS, GRADIENTS, STATE), cut, strict=True)]
+        parts = [billions * n for n in _parts(stage, ranks, WEIGHTS, GRADIENTS, STATE)]
         stages.append({"stage": stage, "parts": parts, "total": sum(parts), "fits": sum(parts) < memory})
     return {"billions": billions, "ranks": ranks, "memory": memory, "stages": stages}
 

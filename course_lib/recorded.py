@@ -53,6 +53,18 @@ def get(name):
     return next((f for f in figures(name.split(".")[0]) if f["name"] == name), None)
 
 
+def peaks():
+    "(name, machine.Peaks) of the machine recorded in lesson 05, or of the H200's datasheet where none is."
+    from course_lib import machine
+
+    found = [get(f"05.{name}") for name in ("peak_tflops", "copy_tbps", "launch_us")]
+    if all(found):
+        flops, copy, launch = (f["value"] for f in found)
+        return f"{found[0]['machine']}, recorded", machine.Peaks(flops * 1e12, copy * 1e12, launch * 1e-6)
+    sheet = machine.DATASHEET["NVIDIA H200"]
+    return "NVIDIA H200, datasheet", machine.Peaks(sheet["bf16_flops"], sheet["bytes"], math.nan)
+
+
 def table(lesson):
     "Print the figures of a lesson: this run's beside the recorded ones."
     # A run that is being recorded stands alone: the figures beside it would be those it replaces.

@@ -1,21 +1,12 @@
 "The figures and tables of lesson 05: functions of plain data that return a matplotlib figure, or text."
 
-import math
-
-from course_lib import machine, recorded, show
+from course_lib import recorded, show
 from course_lib.operators import CLASSES
 
 NAMES = {"contraction": "contraction", "normalisation": "normalisation", "elementwise": "element-wise"}
 
 
-def recorded_peaks():
-    "The recorded machine's (name, Peaks), or the H200's datasheet where nothing is recorded yet."
-    found = [recorded.get(f"05.{name}") for name in ("peak_tflops", "copy_tbps", "launch_us")]
-    if all(found):
-        flops, copy, launch = (f["value"] for f in found)
-        return f"{found[0]['machine']}, recorded", machine.Peaks(flops * 1e12, copy * 1e12, launch * 1e-6)
-    sheet = machine.DATASHEET["NVIDIA H200"]
-    return "NVIDIA H200, datasheet", machine.Peaks(sheet["bf16_flops"], sheet["bytes"], math.nan)
+recorded_peaks = recorded.peaks
 
 
 def recorded_shares(mode):

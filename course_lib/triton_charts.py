@@ -1,7 +1,5 @@
 "The charts of lesson 10: bytes, rates, a roofline and a search. Plain data in, a matplotlib figure out."
 
-import math
-
 from course_lib import machine, recorded, show
 
 BLUE, RED, GREEN, PINK, AMBER, SKY, GREY = show.COLOURS
@@ -89,15 +87,8 @@ def draw_groups(groups, unit="TB/s", roof=None):
 
 
 def peaks():
-    "(name, machine.Peaks) of this GPU; elsewhere of the one recorded in lesson 05, or the H200's datasheet."
-    if machine.has_gpu():
-        return machine.name(), machine.peaks()
-    found = [recorded.get(f"05.{name}") for name in ("peak_tflops", "copy_tbps", "launch_us")]
-    if all(found):
-        flops, copy, launch = (f["value"] for f in found)
-        return f"{found[0]['machine']}, recorded", machine.Peaks(flops * 1e12, copy * 1e12, launch * 1e-6)
-    sheet = machine.DATASHEET["NVIDIA H200"]
-    return "NVIDIA H200, datasheet", machine.Peaks(sheet["bf16_flops"], sheet["bytes"], math.nan)
+    "(name, machine.Peaks) of this GPU; elsewhere of the one recorded in lesson 05."
+    return (machine.name(), machine.peaks()) if machine.has_gpu() else recorded.peaks()
 
 
 def draw_roofline(name, peaks, points):
