@@ -78,10 +78,11 @@ def _plan(got, n, what):
         f"{what}: expected a list of the blocks to recompute, got {core.kind(got)}",
     )
     numbers = list(got)
+    shown = " ".join(str(numbers).split())[:60]  # in one line, whatever it is
     good = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < n for i in numbers)
     core.require(
         good and len(set(numbers)) == len(numbers),
-        f"{what}: expected different block numbers from 0 to {n - 1}, got {str(numbers)[:60]}",
+        f"{what}: expected different block numbers from 0 to {n - 1}, got {shown}",
     )
     return set(numbers)
 
@@ -115,7 +116,7 @@ def _refused(answer, saved, inputs, flops, budget, what):
         if str(e):
             raise
         raise NotImplementedError from None
-    raise core.Wrong(f"{what} can't be met: expected a ValueError, got {str(got)[:60]}")
+    raise core.Wrong(f"{what} can't be met: expected a ValueError, got {core.kind(got)}")
 
 
 def _real_stack(answer):
