@@ -20,7 +20,7 @@ import torch
 
 from course_lib import timing
 
-LIB = "0.1.0"
+LIB = "0.2.0"
 
 # Dense rates by the makers' datasheets, in FLOP/s and bytes/s: bf16 with fp32 accumulation, no sparsity.
 DATASHEET = {

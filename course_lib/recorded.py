@@ -16,7 +16,7 @@ _mine = {}
 
 
 def note(name, value, unit, bar=None):
-    """Note a measured figure of this run: `note("05.copy_tbps", 4.27, "TB/s")`; returns the value.
+    """Note a measured figure of this run: `note("roofline.copy_tbps", 4.27, "TB/s")`; returns the value.
 
     `bar` is the figure's goal on the recording machine, an operator and a value: `(">=", 4.0)`.
     """
@@ -37,13 +37,13 @@ def note(name, value, unit, bar=None):
 def figures(lesson=None):
     """Every recorded figure, as dicts of `lesson name value unit machine torch date commit` and `bar`.
 
-    `lesson` is a two-digit number, "05"; without it, all lessons.
+    `lesson` is its name, "roofline"; without it, all lessons.
     """
     rows = []
-    for path in sorted(NBS.glob(f"{lesson or '[0-9][0-9]'}_*.ipynb")):
+    for path in sorted(NBS.glob(f"[0-9][0-9]_{lesson or '*'}.ipynb")):
         stamp = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded") or {}
         rows += [
-            {"lesson": path.name[:2], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())
+            {"lesson": path.stem[3:], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())
         ]
     return rows
 
@@ -54,10 +54,10 @@ def get(name):
 
 
 def peaks():
-    "(name, machine.Peaks) of the machine recorded in lesson 05, or of the H200's datasheet where none is."
+    "(name, machine.Peaks) of the machine recorded in roofline, or of the H200's datasheet where none is."
     from course_lib import machine
 
-    found = [get(f"05.{name}") for name in ("peak_tflops", "copy_tbps", "launch_us")]
+    found = [get(f"roofline.{name}") for name in ("peak_tflops", "copy_tbps", "launch_us")]
     if all(found):
         flops, copy, launch = (f["value"] for f in found)
         return f"{found[0]['machine']}, recorded", machine.Peaks(flops * 1e12, copy * 1e12, launch * 1e-6)
