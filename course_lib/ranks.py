@@ -7,10 +7,10 @@
     ranks.run(2, train, lr=0.1)          # two processes for this call alone
 
 A function comes from a module or from a cell; on each rank it asks `dist.get_rank()` which one it is. What it
-takes and gives is pickled (cloudpickle), and tensors come back on the CPU, without their graph. What ranks
-print is shown after the call, by rank. Rank r is seeded with r. With Gloo a rank sees no GPU and with NCCL
-its own, so `machine.device()` is right on both. When a rank raises, dies or hangs, or the cell is
-interrupted, all ranks of the group are ended, and the next call starts new ones. Linux and macOS.
+takes and returns is pickled (cloudpickle); tensors come back on the CPU, without their graph. What ranks print
+is shown after the call, by rank. Rank r is seeded with r. With Gloo a rank sees no GPU, so `machine.device()`
+is right. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of the group are ended, and
+the next call starts new ones. On Linux and macOS.
 """
 
 import atexit
@@ -53,7 +53,6 @@ KEEP = 1 << 20  # bytes kept of what a rank prints in one call
 LOST = "lost its connection to another rank"
 ENVIRONMENT = {  # unless the notebook's says otherwise
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",  # the host's name may be known nowhere
-    "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",  # multicast over NVLink fails in some containers
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
@@ -132,8 +131,10 @@ class Group(contextlib.AbstractContextManager):
         env |= {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world)}
         if self.backend == "gloo":
             env["CUDA_VISIBLE_DEVICES"] = ""
-        limit = max(60, self.timeout + 5)  # in a call, ours is the shorter one
-        given = self.world, self.backend, limit, self._folder, os.getcwd(), env
+        method = multiprocessing.get_start_method(allow_none=True)
+        # PyTorch's own limit is longer than ours, which knows where the ranks are.
+        limit = datetime.timedelta(seconds=max(60, self.timeout + 5))
+        given = self.world, self.backend, limit, self._folder, os.getcwd(), env, method
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # no CUDA before a fork
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
@@ -258,11 +259,10 @@ def _pack(obj):
 
 
 def _reply(rank):
-    try:
+    with contextlib.suppress(EOFError, OSError):
         return pickle.loads(rank.link.recv_bytes())
-    except (EOFError, OSError):
-        rank.process.join(2)
-        code = rank.process.exitcode
+    rank.process.join(2)
+    code = rank.process.exitcode
     often = {-signal.SIGKILL: ", often for want of memory", -signal.SIGSEGV: ", a crash in compiled code"}
     killed = f"was killed by {signal.Signals(-code).name}{often.get(code, '')}" if (code or 0) < 0 else ""
     return "died", killed or f"left with exit code {code}", None
@@ -295,7 +295,7 @@ def _where(stack):
 # On a rank.
 
 
-def _serve(link, out, rank, world, backend, limit, folder, cwd, env):
+def _serve(link, out, rank, world, backend, limit, folder, cwd, env, method):
     "The main function of a rank's process: do what is asked until the notebook is gone."
     from multiprocessing.forkserver import _forkserver
 
@@ -316,6 +316,7 @@ def _serve(link, out, rank, world, backend, limit, folder, cwd, env):
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(cwd)
+    multiprocessing.set_start_method(method, force=True)  # for loaders' workers, as in the notebook
     with contextlib.suppress(EOFError, OSError):
         while request := link.recv_bytes():
             join = request == b"join"
@@ -333,10 +334,8 @@ def _join(rank, world, backend, limit, folder):
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, device_id=device,
-        timeout=datetime.timedelta(seconds=limit),
-    )  # fmt: skip
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world, "device_id": device}
+    dist.init_process_group(backend, timeout=limit, **where)
 
 
 def _do(folder):
