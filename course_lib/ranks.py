@@ -7,10 +7,10 @@
     ranks.run(2, train, lr=0.1)          # two processes for this call alone
 
 A function comes from a module or from a cell; on each rank it asks `dist.get_rank()` which one it is. What it
-takes and returns is pickled (cloudpickle); tensors come back on the CPU, without their graph. What ranks print
-is shown after the call, by rank. Rank r is seeded with r. With Gloo a rank sees no GPU, so `machine.device()`
-is right. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of the group are ended, and
-the next call starts new ones. On Linux and macOS.
+takes and returns is pickled (cloudpickle); tensors come back on the CPU, without their graph. What the ranks
+print is shown after the call, by rank. Rank r is seeded with r. With Gloo a rank sees no GPU, so that
+`machine.device()` is right. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of the
+group are ended, and the next call starts new ones. Linux and macOS.
 """
 
 import atexit
@@ -134,7 +134,7 @@ class Group(contextlib.AbstractContextManager):
         method = multiprocessing.get_start_method(allow_none=True)
         # PyTorch's own limit is longer than ours, which knows where the ranks are.
         limit = datetime.timedelta(seconds=max(60, self.timeout + 5))
-        given = self.world, self.backend, limit, self._folder, os.getcwd(), env, method
+        given = self._folder, os.getcwd(), env, method, self.world, self.backend, limit
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # no CUDA before a fork
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
@@ -292,10 +292,7 @@ def _where(stack):
     return f"in {frames[0][2]}" if frames else "not answering, as a stopped process"
 
 
-# On a rank.
-
-
-def _serve(link, out, rank, world, backend, limit, folder, cwd, env, method):
+def _serve(link, out, rank, folder, cwd, env, method, *group):
     "The main function of a rank's process: do what is asked until the notebook is gone."
     from multiprocessing.forkserver import _forkserver
 
@@ -311,8 +308,7 @@ def _serve(link, out, rank, world, backend, limit, folder, cwd, env, method):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     notebook = multiprocessing.parent_process()
     threading.Thread(target=lambda: (notebook.join(), os._exit(1)), daemon=True).start()
-    stack = open(Path(folder, f"stack-{rank}"), "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.register(signal.SIGUSR1, file=open(Path(folder, f"stack-{rank}"), "w"))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(cwd)
@@ -320,13 +316,11 @@ def _serve(link, out, rank, world, backend, limit, folder, cwd, env, method):
     with contextlib.suppress(EOFError, OSError):
         while request := link.recv_bytes():
             join = request == b"join"
-            link.send_bytes(
-                _answer(_join, rank, world, backend, limit, folder) if join else _answer(_do, folder)
-            )
+            link.send_bytes(_answer(_join, folder, rank, *group) if join else _answer(_do, folder))
     os._exit(0)
 
 
-def _join(rank, world, backend, limit, folder):
+def _join(folder, rank, world, backend, limit):
     "Set this rank's device, threads and seeds, and initialise the process group."
     torch.set_num_threads(max(1, machine.cores() // world))
     for seed in (numpy.random.seed, torch.manual_seed):
