@@ -53,6 +53,7 @@ KEEP = 1 << 20  # bytes kept of what a rank prints in one call
 LOST = "lost its connection to another rank"
 ENVIRONMENT = {  # unless the notebook's says otherwise
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",  # the host's name may be known nowhere
+    "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",  # multicast over NVLink fails in some containers
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }

@@ -25,6 +25,12 @@ def raises(where):
     dist.barrier()
 
 
+def killed(where):
+    if dist.get_rank() == where:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def holds_the_gil_or_stops():
     if dist.get_rank():
         os.kill(os.getpid(), signal.SIGSTOP)
