@@ -8,6 +8,7 @@ date: that notebook is the only place where a recorded figure is stored.
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 # COURSE_ROOT names another checkout; see authoring/notebook.py.
@@ -51,6 +52,19 @@ def figures(lesson=None):
 def get(name):
     "The recorded figure called `name`, or None while it has not been recorded."
     return next((f for f in figures(name.split(".")[0]) if f["name"] == name), None)
+
+
+def brief(names, most=4):
+    """Some recorded figures in a few words, for a cell that can't run here; '' where none is recorded.
+
+    `names` may hold {expressions} of an f-string, each of which stands for any word.
+    """
+    found = []
+    for name in names:
+        pattern = re.sub(r"\\{.*?\\}", r"\\w+", re.escape(name))
+        found += [f for f in figures(name.split(".")[0]) if re.fullmatch(pattern, f["name"])]
+    words = [f"{f['name'].split('.', 1)[1]} {shown(f)} {f['unit']}".strip() for f in found[:most]]
+    return f" Recorded on {found[0]['machine']}: {', '.join(words)}." if found else ""
 
 
 def peaks():

@@ -1,4 +1,4 @@
-"""Checks of 14, on ranks in threads that count what they send (`data_parallel_group`).
+"""Checks of data_parallel, on ranks in threads that count what they send (`data_parallel_group`).
 
 Oracles: float64 sums, autograd on one process with all the data, torch.optim.Adam, messages simulated one by
 one, and a count of the tensors that are alive.
@@ -11,6 +11,7 @@ import torch
 
 from course_lib import checking as core
 from course_lib import group as groups
+from course_lib.checking import yours  # noqa: F401
 from course_lib.data_parallel import check_inputs as inputs
 from course_lib.data_parallel.check_sharding import sharded_adam, sharded_linear  # noqa: F401
 

@@ -1,4 +1,4 @@
-"Checks of 03. Oracles: torch's FLOP counter on real convolutions, Pillow, ratios known beforehand."
+"Checks of resizing. Oracles: torch's FLOP counter on real convolutions, Pillow, ratios known beforehand."
 
 import random
 
@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib import checking as core
+from course_lib.checking import yours  # noqa: F401
 
 
 def _ragged(low, high, n):
