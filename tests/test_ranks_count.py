@@ -1,22 +1,21 @@
-"Messages, collectives and bytes against what was sent, and spans on one clock."
+"Messages, collectives and bytes against what was sent."
 
 import contextlib
-import time
 
 import pytest
 import ranks_programs as programs
 import torch
 import torch.distributed as dist
 
+from course_lib import ranks
 from course_lib.meter.comm import count_comm
-from course_lib.parallel import ranks, timeline
 
 N = 3
 
 
 @pytest.fixture(scope="module")
 def group():
-    with ranks(N, backend="gloo", preload=["torch._dynamo"]) as group:
+    with ranks.Group(N, backend="gloo", timeout=20) as group:
         yield group
 
 
@@ -30,7 +29,7 @@ def counted(group, fn):
             fn()
         return facts(c), c.log
 
-    return group.run(on_rank, show=False, timeout=20)
+    return group.run(on_rank)
 
 
 def test_messages(group):
@@ -142,23 +141,3 @@ def test_a_call_that_raises_is_not_counted(group):
         return facts(c)
 
     assert group.run(wrong) == [(0, 0, 0, {}, {})] * N
-
-
-def test_a_timeline_over_the_ranks(group):
-    def work():
-        dist.barrier()
-        if dist.get_rank() == 1:
-            time.sleep(0.05)
-        with timeline.span("step", lane="compute"):
-            time.sleep(0.02)
-        timeline.mark("done")
-
-    group.run(work)
-    found = group.timeline
-    assert [[e.name for e in events] for events in found] == [["step", "done"]] * N
-    assert min(e.start for events in found for e in events) == 0
-    assert found[1][0].start - found[0][0].start > 0.03
-    assert all(e.end - e.start >= 0.02 and e.lane == "compute" for e, _ in found)
-    assert all(mark.start == mark.end >= step.end for step, mark in found)
-    group.run(programs.rank)
-    assert group.timeline == [[], [], []]  # of the last call alone
