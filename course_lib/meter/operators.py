@@ -4,7 +4,7 @@ The portable list holds operators that are the same on a CPU and on a GPU, so a 
 is true of both. FLOPs by class:
 
     contraction    mm bmm addmm baddbmm mv addmv dot convolution   2 for each multiply-add
-                   and fused attention, where meter.count(portable=False) allows it
+                   and, off the portable list, fused attention and what torch's FLOP counter knows
     normalisation  softmax, log_softmax        5 an element, backward 4
                    layer_norm                  5 an element, 1 for the weight, 1 for the bias;
                                                backward 10 an element, 3 for weight and bias
@@ -13,9 +13,11 @@ is true of both. FLOPs by class:
     elementwise    point-wise operators        1 an element of the result, whatever the function
                    fills, copies, casts, cat, indexing, random numbers    0
 
-The FLOPs of contractions are exact, and what torch's FLOP counter says. Those of the other classes are the
-customary estimates: softmax and layer norm as in "Data Movement Is All You Need" (arXiv 2007.00072), whose
-three classes these are.
+The FLOPs of contractions are exact. torch's FLOP counter gives the same, except for the backward pass of a
+grouped convolution, where it counts the weight's gradient once for each group. Those of the other classes are
+the customary estimates: softmax and layer norm as in "Data Movement Is All You Need" (arXiv 2007.00072), whose
+three classes these are. Off the list, point-wise operators and those of NO_MATMUL count 1 for each element that
+they write; the FLOPs of any other operator are None.
 """
 
 import functools
@@ -77,6 +79,17 @@ FIRST_FACTOR = {
 }  # fmt: skip
 CONTRACTIONS = frozenset(FIRST_FACTOR) | {"convolution", "convolution_backward"}
 
+_PORTABLE = {
+    **dict.fromkeys(FILLS | COPIES | POINTWISE, ELEMENTWISE),
+    **dict.fromkeys(REDUCTIONS | set(PER_ELEMENT) | LAYER_NORM, NORMALISATION),
+    **dict.fromkeys(CONTRACTIONS, CONTRACTION),
+}
+# Off the list; a name stands for all that hold it. No matmul is in them.
+NO_MATMUL = (
+    "batch_norm", "group_norm", "rms_norm", "dropout", "bernoulli", "one_hot", "_foreach", "_fused_adam",
+    "_fused_sgd", "unique", "bincount", "multinomial", "randperm", "upsample", "pool", "pad", "grid_sampler",
+)  # fmt: skip
+
 # Not the same operators on the CPU and on a GPU, and what to use; a name stands for all that hold it.
 INSTEAD = {
     "rms_norm": "write x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()",
@@ -115,42 +128,40 @@ PUTS = _words("index_put _index_put_impl index_add index_copy index_fill scatter
 
 
 class Cost(NamedTuple):
-    "What one call of an operator reads and writes, in bytes, its FLOPs, and its class."
+    "What one call of an operator reads and writes, in bytes, its FLOPs or None, and its class."
 
     read: int
     written: int
-    flops: int
+    flops: int | None
     kind: str
 
 
 @functools.cache
 def name(func):
-    "An operator's name as the tables have it: no namespace, overload or in-place underscore."
-    base = func._schema.name.split("::")[1]
+    "An operator's name as the tables have it: without overload, in-place underscore and `aten::`."
+    base = func._schema.name.removeprefix("aten::")
     return base[:-1] if base.endswith("_") and not base.endswith("__") and func._schema.is_mutable else base
 
 
+@functools.cache
 def op_class(op):
     "The class of an operator by its name (in-place forms too): one of CLASSES, or 'other'."
-    for key in (op, op.removesuffix("_")):
-        if key in CONTRACTIONS or "scaled_dot_product" in key:
-            return CONTRACTION
-        if key in REDUCTIONS or key in PER_ELEMENT or key in LAYER_NORM:
-            return NORMALISATION
-        if key in POINTWISE or key in COPIES or key in FILLS:
-            return ELEMENTWISE
-    return OTHER
+    kind = _PORTABLE.get(op) or _PORTABLE.get(op.removesuffix("_"))
+    return kind or (CONTRACTION if "scaled_dot_product" in op or _formula(op) else OTHER)
+
+
+def _formula(op):
+    "What torch's FLOP counter has for an operator, or None."
+    from torch.utils.flop_counter import flop_registry
+
+    space, _, base = op.rpartition("::")
+    return flop_registry.get(getattr(getattr(torch.ops, space or "aten"), base, None))
 
 
 @functools.cache
 def is_free(func):
     "Does this operator only make a view, relabel a tensor or allocate? Such operators count nothing."
-    return (
-        func.is_view
-        or name(func) in ALLOCATIONS
-        or name(func) in RELABELS
-        or torch.Tag.inplace_view in func.tags
-    )
+    return func.is_view or name(func) in ALLOCATIONS | RELABELS or torch.Tag.inplace_view in func.tags
 
 
 @functools.cache
@@ -160,10 +171,9 @@ def is_composite(func):
     return has("CompositeImplicitAutograd") and not has("CPU")
 
 
-@functools.cache
-def is_portable(func):
-    "Is this operator on the portable list?"
-    return func.namespace == "aten" and op_class(name(func)) != OTHER and "scaled_dot" not in name(func)
+def is_portable(op):
+    "Is the operator of this name on the portable list?"
+    return op in _PORTABLE
 
 
 def instead_of(op):
@@ -235,7 +245,14 @@ def cost(func, args, kwargs, result):
     else:
         outs = {a.name for a in func._schema.arguments if a.is_out}
         read, wrote = _read(op, given, outs, written), covered(written) + _statistics(op, written)
-    return Cost(read, wrote, _flops(op, given, written), op_class(op))
+    flops = _flops(op, given, written)
+    if flops is None and (formula := _formula(op)):
+        flops = formula(*args, **kwargs, out_val=result)
+    elif flops is None and (torch.Tag.pointwise in func.tags or any(part in op for part in NO_MATMUL)):
+        flops = sum(t.numel() for t in written)
+    if any(t.layout is not torch.strided for t in tensors(list(given.values()))):
+        flops = None
+    return Cost(read, wrote, flops, op_class(op))
 
 
 def _read(op, given, outs, written):
@@ -335,4 +352,4 @@ def _flops(op, given, written):
         return given["target"].numel()
     if op in PER_ELEMENT or op in REDUCTIONS:
         return PER_ELEMENT.get(op, 1) * next(t.numel() for v in given.values() for t in tensors(v))
-    return out if op in POINTWISE else 0
+    return out if op in POINTWISE else 0 if op in _PORTABLE else None
