@@ -136,11 +136,6 @@ def test_a_backend_of_ones_own():
     assert meter.compiled(whole, torch.randn(3), backend=mine).graphs == len(seen) == 1
 
 
-def test_functions_only():
-    with pytest.raises(TypeError, match=r"given a Tensor: pass the function itself"):
-        meter.compiled(torch.randn(3), backend="eager")
-
-
 def test_what_the_function_raises_comes_through_and_all_is_put_back():
     def fails(x):
         raise ValueError("mine")

@@ -11,7 +11,7 @@ from course_lib.group import Group
 
 
 def watching(comm, at_least):
-    "A `meter.Memory` of tensors of `at_least` bytes or more, without those that the communicator holds for itself."
+    "`meter.Memory` of tensors of `at_least` bytes or more, without the communicator's own."
     return meter.Memory(at_least=at_least, ignore=lambda: comm.busy)
 
 

@@ -2,7 +2,7 @@
 
     with meter.count() as c:
         step(batch)
-    c.ops, c.bytes, c.flops, c.syncs    # ints; c.where: "file:line" of each sync
+    c.ops, c.bytes, c.flops, c.syncs    # ints; c.where: "file:line" of each sync, c.code: its line
     c.read, c.written                   # c.bytes is their sum
     c.other_flops                       # estimates for what is no contraction; c.flops is contractions only
     c.by_op["addmm"].bytes              # an OpCount(ops, bytes, flops) by operator
@@ -17,8 +17,8 @@ Each other kind of fact has a counter of its own, which its module explains:
     meter.Memory(), meter.peak_memory(step, batch)    # the bytes alive, over time and at their peak
     meter.count_comm()                  # messages, collectives and their bytes, on a rank
 
-`flops` is 2 for each multiply-add of a matmul or convolution. In `by_op` and `by_class` an operator that is no
-contraction has the FLOPs estimated by the table in `operators`.
+`flops` is 2 for each multiply-add of a matmul or convolution. In `by_op` and `by_class` an operator that is
+no contraction has the FLOPs estimated by the table in `operators`.
 
 What is counted is an operator that writes memory:
 

@@ -99,9 +99,6 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
     import torch._dynamo as dynamo
     from torch._dynamo import utils
 
-    if not callable(fn):
-        raise TypeError(f"compiled takes a function and its arguments, and was given a {type(fn).__name__}: "
-                        "pass the function itself, without calling it")  # fmt: skip
     found, compilations, graphs, runs = Compiled(), [], [], []
     build = dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
 

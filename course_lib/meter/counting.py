@@ -6,6 +6,7 @@ print), and those that become other operators on a GPU.
 """
 
 import contextlib
+import linecache
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,6 +60,7 @@ class Counts:
     other_flops: int | None = 0
     syncs: int = 0
     where: list = field(default_factory=list)
+    code: list = field(default_factory=list)
     by_op: dict = field(default_factory=dict)
 
     @property
@@ -70,16 +72,16 @@ class Counts:
         "The operators whose FLOPs are not known."
         return [op for op, n in self.by_op.items() if n.flops is None]
 
-    def add(self, op, cost):
-        "Count one call of the operator called `op` with its `operators.Cost`."
+    def add(self, op, read, written, flops):
+        "Count one call of the operator called `op`."
+        kind = operators.op_class(op)
         self.ops += 1
-        self.read, self.written = _sum(self.read, cost.read), _sum(self.written, cost.written)
-        if cost.kind == operators.CONTRACTION or (cost.kind == operators.OTHER and cost.flops is None):
-            self.flops = _sum(self.flops, cost.flops)
-        if cost.kind != operators.CONTRACTION:
-            self.other_flops = _sum(self.other_flops, cost.flops)
-        moved = None if self.read is None else cost.read + cost.written
-        self.by_op[op] = self.by_op.get(op, OpCount()).plus(OpCount(1, moved, cost.flops))
+        self.read, self.written = _sum(self.read, read), _sum(self.written, written)
+        if kind == operators.CONTRACTION or (kind == operators.OTHER and flops is None):
+            self.flops = _sum(self.flops, flops)
+        if kind != operators.CONTRACTION:
+            self.other_flops = _sum(self.other_flops, flops)
+        self.by_op[op] = self.by_op.get(op, OpCount()).plus(OpCount(1, _sum(read, written), flops))
 
     def by_class(self):
         "OpCount by class: contraction, normalisation, elementwise, and other where such were counted."
@@ -103,11 +105,13 @@ class Counts:
         return "\n".join(lines)
 
     def __str__(self):
-        n = "bytes not counted" if self.bytes is None else f"{self.bytes:,} bytes"
-        flops = (
-            f"FLOPs of {', '.join(self.unknown)} not known" if self.flops is None else f"{self.flops:,} FLOPs"
-        )
-        return f"{_many(self.ops, 'operator')}, {n}, {flops}, {_many(self.syncs, 'sync')}"
+        unknown = f"FLOPs of {', '.join(self.unknown)} not known"
+        return ", ".join([
+            _many(self.ops, "operator"),
+            "bytes not counted" if self.bytes is None else f"{self.bytes:,} bytes",
+            unknown if self.flops is None else f"{self.flops:,} FLOPs",
+            _many(self.syncs, "sync"),
+        ])  # fmt: skip
 
 
 def _many(n, word):
@@ -124,12 +128,18 @@ def count(portable=True):
     """
     c = Counts() if portable else Counts(read=None, written=None)
     run = Run(c, portable)
-    hook = register_optimizer_step_pre_hook(run.before_step)
+    # A class made now, since only now it is known whether the compiler is loaded: see _should_skip_dynamo.
+    see = type("Operators", (Operators,), {"__torch_dispatch__": Operators.__torch_dispatch__})
+    hooks = [
+        register_optimizer_step_pre_hook(run.before_step),
+        register_optimizer_step_post_hook(run.after_step),
+    ]
     try:
-        with Functions(run), (OperatorsBesideDynamo if "torch._dynamo" in sys.modules else Operators)(run):
+        with Functions(run), see(run):
             yield c
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def of(fn, *args, warmup=2, portable=True, **kwargs):
@@ -137,9 +147,6 @@ def of(fn, *args, warmup=2, portable=True, **kwargs):
 
     Raises `NotPortable` as `count` does.
     """
-    if not callable(fn):
-        raise TypeError(f"of takes a function and its arguments, and was given a {type(fn).__name__}: "
-                        "pass the function itself, without calling it")  # fmt: skip
     for _ in range(warmup):
         fn(*args, **kwargs)
     with count(portable) as c:
@@ -155,34 +162,41 @@ class Run:
         self.thread = threading.get_ident()
         self.paused = False  # within a call that was counted as a whole, such as a print
         self.number_assigned = False  # within x[...] = number
+        self.in_step = False  # within an optimizer's step
         self.host = {}  # tensors that torch.optim keeps on the CPU, by storage
 
     def sync(self):
+        path, line = _learner_line()
         self.counts.syncs += 1
-        self.counts.where.append(_learner_line())
+        self.counts.where.append(place(path, line))
+        self.counts.code.append(linecache.getline(path, line).strip())
 
     def refuse(self, op, instead=None):
         instead = instead or operators.instead_of(op)
         raise NotPortable(
             f"{op} is not on meter's portable list, since it may be other operators on a GPU "
-            f"({_learner_line()}): " + (f"{instead}, or " if instead else "") + "count with portable=False"
+            f"({place(*_learner_line())}): "
+            + (f"{instead}, or " if instead else "")
+            + "count with portable=False"
         )
 
     def before_step(self, optimizer, args, kwargs):
-        "Called before each optimizer's step."
         if threading.get_ident() != self.thread:
             return
+        self.in_step = True
         for group in optimizer.param_groups:
-            # foreach=None, the default, is a loop on a CPU and foreach on a GPU.
-            for way, given in (
-                ("fused", group.get("fused") or False),
-                ("foreach", group.get("foreach", False)),
-            ):
-                if self.portable and given is not False:
-                    self.refuse(f"{type(optimizer).__name__} with {way}={given}", "pass foreach=False alone")
+            if self.portable and group.get("fused"):
+                self.refuse(f"{type(optimizer).__name__} with fused=True", "pass foreach=False in its place")
+            if self.portable and group.get("foreach", False) is not False:  # None: on a GPU alone
+                self.refuse(
+                    f"{type(optimizer).__name__} with foreach={group['foreach']}", "pass foreach=False"
+                )
             if not group.get("capturable"):
                 for p in group["params"]:
                     self.keep_on_host(optimizer.state.get(p, {}).get("step"))
+
+    def after_step(self, optimizer, args, kwargs):
+        self.in_step = False
 
     def keep_on_host(self, t):
         if isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.dim() == 0:
@@ -197,9 +211,9 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        # Else torch imports its compiler, and with it triton, at the first operator: two seconds, and too
-        # late then to choose triton's interpreter.
-        return False
+        # Keeps this class out of what the compiler traces. Where it isn't loaded, torch would load it for that
+        # at the first operator, and triton with it: two seconds, and too late to choose triton's interpreter.
+        return "torch._dynamo" in sys.modules
 
     def __init__(self, run):
         super().__init__()
@@ -226,7 +240,7 @@ class Operators(TorchDispatchMode):
         if waits and not host:
             run.sync()
         result = func(*args, **kwargs)
-        if op == "lift_fresh" and _caller_is_optim():
+        if op == "lift_fresh" and run.in_step:
             run.keep_on_host(result)
         if not host and not free:
             self._count(func, args, kwargs, result, found)
@@ -244,25 +258,12 @@ class Operators(TorchDispatchMode):
         return op in WAITS
 
     def _count(self, func, args, kwargs, result, found):
-        if operators.name(func) in ("copy", "_to_copy"):
-            if len({t.device for t in found + operators.tensors(result)}) > 1:
-                if not operators.arguments(func, args, kwargs).get("non_blocking"):
-                    self.run.sync()
-                return  # over the bus, not within the device's memory
-        cost = operators.cost(func, args, kwargs, result)
-        if cost.written:
-            self.run.counts.add(func._schema.name.removeprefix("aten::"), cost)
-
-
-class OperatorsBesideDynamo(Operators):
-    "The same where the compiler is loaded already: kept out of what it traces."
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        devices = {t.device for t in found + operators.tensors(result)}
+        if operators.name(func) in ("copy", "_to_copy") and len(devices) > 1:
+            if not operators.arguments(func, args, kwargs).get("non_blocking"):
+                self.run.sync()  # over the bus, not within the device's memory
+        elif cost := operators.cost(func, args, kwargs, result, self.run.counts.read is not None):
+            self.run.counts.add(func._schema.name.removeprefix("aten::"), *cost)
 
 
 WAITS = {
@@ -289,13 +290,10 @@ class Functions(TorchFunctionMode):
             run.sync()
             return self._with("paused", func, args, kwargs)
         if called in ("tensor", "as_tensor", "new_tensor"):
-            # A list of tensors: each is read by itself, out of sight of any mode.
-            values = [v for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)]
-            for _ in operators.tensors(values):
-                run.sync()
-            if not operators.tensors([list(args), kwargs.get("data")]) and "cuda" in str(
-                kwargs.get("device")
-            ):
+            data = args[-1] if args else kwargs.get("data")
+            for _ in operators.tensors(data) if isinstance(data, list | tuple) else ():
+                run.sync()  # each tensor of a list is read by itself, out of sight of any mode
+            if "cuda" in str(kwargs.get("device")) and not operators.tensors(data):
                 run.sync()  # Python's numbers are copied to the GPU from unpinned memory
         if run.portable:
             self._refuse_others(called, args, kwargs)
@@ -344,7 +342,7 @@ def _reads_all(called, args, kwargs):
 # --- where in the program -----------------------------------------------------------
 
 TORCH = str(Path(torch.__file__).parent)
-_HERE = (str(Path(__file__).parent), contextlib.__file__, mock.__file__)
+_HERE = (str(Path(__file__).parent), contextlib.__file__)
 
 
 def place(path, line):
@@ -362,21 +360,11 @@ def _frames():
 
 
 def _learner_line():
-    "The place of the nearest frame outside torch."
+    "Path and line of the nearest frame outside torch."
     for frame in _frames():
         if not frame.f_code.co_filename.startswith((TORCH, "<frozen")):
-            return place(frame.f_code.co_filename, frame.f_lineno)
-    return "torch"
-
-
-def _caller_is_optim():
-    "Is torch.optim nearer on the stack than anything outside torch?"
-    for frame in _frames():
-        if not frame.f_code.co_filename.startswith(TORCH):
-            return False
-        if frame.f_code.co_filename.startswith(str(Path(TORCH, "optim"))):
-            return True
-    return False
+            return frame.f_code.co_filename, frame.f_lineno
+    return TORCH, 0
 
 
 def inside_compiled():
