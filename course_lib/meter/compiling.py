@@ -23,6 +23,8 @@ are found before that: `backend="eager"` finds them in milliseconds, and leaves 
 import contextlib
 import linecache
 import logging
+import re
+import traceback
 import warnings
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -101,6 +103,9 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
 
     found, compilations, graphs, runs = Compiled(), [], [], []
     build = dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+    # The function or module that was compiled before.
+    fn = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", fn)
+    fn = fn.forward if getattr(fn, "_compiled_call_impl", None) else fn
 
     def counting(graph, inputs):
         graphs.append(graph)
@@ -111,11 +116,11 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
         stack.enter_context(quiet())
         if limit is not None:
             stack.enter_context(dynamo.config.patch(recompile_limit=limit))
-        metrics = stack.enter_context(_inductor_counts()) if backend == "inductor" else None
+        metrics = stack.enter_context(_inductor_metrics()) if backend == "inductor" else None
         stack.callback(dynamo.reset)
         dynamo.reset()
         utils.clear_compilation_metrics()
-        run = torch.compile(_original(fn), backend=counting, dynamic=dynamic)
+        run = torch.compile(fn, backend=counting, dynamic=dynamic)
         for given in [args, *then]:
             before = len(runs)
             found.results.append(run(*given if isinstance(given, tuple) else (given,), **kwargs))
@@ -128,14 +133,6 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
             found.kernels, found.bytes = metrics.generated_kernel_count, int(metrics.num_bytes_accessed)
         _explain(found, utils.graph_break_reasons, compilations)
     return found
-
-
-def _original(fn):
-    "The function or module that torch.compile was given."
-    if isinstance(fn, torch.nn.Module):
-        fn = getattr(fn, "_orig_mod", fn)
-        return fn.forward if getattr(fn, "_compiled_call_impl", None) else fn
-    return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
 @contextlib.contextmanager
@@ -152,7 +149,7 @@ def quiet():
 
 
 @contextlib.contextmanager
-def _inductor_counts():
+def _inductor_metrics():
     "Inductor's metrics, from zero. Its caches are off, since a graph found there is not counted."
     from torch._functorch import config as autograd_config
     from torch._inductor import compile_fx, config, metrics
@@ -172,36 +169,28 @@ def _explain(found, reasons, compilations):
     "Add breaks and recompiles to `found`, each break once by its place in the code."
     breaks = {}
     for r in reasons:
-        frame = next((f for f in reversed(r.user_stack) if not f.filename.startswith(TORCH)), None)
-        at = (frame.filename, frame.lineno, getattr(frame, "colno", None)) if frame else ("torch", 0, None)
-        breaks.setdefault(at, r.reason)
+        mine = [f for f in r.user_stack if not f.filename.startswith(TORCH)]
+        frame = mine[-1] if mine else traceback.FrameSummary(TORCH, 0, "")
+        breaks.setdefault((frame.filename, frame.lineno, frame.colno), r.reason)
     for m in compilations:
         why = m.fail_reason or ""
         if m.fail_type is None and m.recompile_reason is not None:
-            found.recompiles.append(
-                Recompile(_guard(m.recompile_reason), place(m.co_filename, m.co_firstlineno))
-            )
+            # Such as "0/1: n == 2   # for _ in range(n)  # file".
+            guard = re.sub(r"^[\d/]+: ", "", _first_line(m.recompile_reason)).split("  # ")[0].strip()
+            found.recompiles.append(Recompile(guard, place(m.co_filename, m.co_firstlineno)))
         elif "recompile limit" in why or "recompile_limit" in why:
             found.limited = True
         elif m.fail_type is not None and "no content" not in why:
             # A break within a loop or a `with`: no part of the function is compiled.
             at = (m.fail_user_frame_filename, m.fail_user_frame_lineno)
-            if None in at:
-                at = (m.co_filename, m.co_firstlineno)
+            at = (m.co_filename, m.co_firstlineno) if None in at else at
             if at not in {key[:2] for key in breaks}:
                 breaks[*at, None] = why or m.fail_type
-    found.breaks = [Break(_reason(why), place(path, line), linecache.getline(path, line).strip())
-                    for (path, line, _), why in breaks.items()]  # fmt: skip
+    for (path, line, _), why in breaks.items():
+        # A jump that depends on a tensor has two names.
+        reason = re.sub("^generic_jump.*", "Data-dependent branching", _first_line(why))
+        found.breaks.append(Break(reason, place(path, line), linecache.getline(path, line).strip()))
 
 
-def _reason(text):
-    "A reason in one line; a jump that depends on a tensor has two names."
-    first = text.strip().partition("\n")[0]
-    return "Data-dependent branching" if first.startswith("generic_jump") else first
-
-
-def _guard(why):
-    "'0/1: n == 2   # for _ in range(n)  # file' becomes 'n == 2'."
-    head, _, rest = why.partition(": ")
-    guard = rest if head.replace("/", "").isdigit() else why
-    return guard.strip().partition("\n")[0].split("  # ")[0].strip()
+def _first_line(text):
+    return text.strip().partition("\n")[0]

@@ -211,8 +211,8 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        # Keeps this class out of what the compiler traces. Where it isn't loaded, torch would load it for that
-        # at the first operator, and triton with it: two seconds, and too late to choose triton's interpreter.
+        # Keeps this class out of what the compiler traces. Where the compiler isn't loaded, torch would load
+        # it for that, and triton with it: two seconds, and too late to choose triton's interpreter.
         return "torch._dynamo" in sys.modules
 
     def __init__(self, run):
@@ -232,7 +232,7 @@ class Operators(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         free = operators.is_free(func) or op == "_local_scalar_dense"
         found = operators.tensors([list(args), list(kwargs.values())])
-        if run.portable and not free and not operators.is_portable(op):
+        if run.portable and not free and op not in operators.PORTABLE:
             run.refuse(op)
         if run.portable and any(t.layout is not torch.strided for t in found):
             run.refuse(f"{op} of a sparse tensor")

@@ -78,7 +78,7 @@ FIRST_FACTOR = {
 }  # fmt: skip
 CONTRACTIONS = frozenset(FIRST_FACTOR) | {"convolution", "convolution_backward"}
 
-_PORTABLE = {
+PORTABLE = {
     **dict.fromkeys(FILLS | COPIES | POINTWISE, ELEMENTWISE),
     **dict.fromkeys(REDUCTIONS | set(PER_ELEMENT) | LAYER_NORM, NORMALISATION),
     **dict.fromkeys(CONTRACTIONS, CONTRACTION),
@@ -129,7 +129,7 @@ def name(func):
 @functools.cache
 def op_class(op):
     "The class of an operator by its name (in-place forms too): one of CLASSES, or 'other'."
-    kind = _PORTABLE.get(op) or _PORTABLE.get(op.removesuffix("_"))
+    kind = PORTABLE.get(op) or PORTABLE.get(op.removesuffix("_"))
     return kind or (CONTRACTION if "scaled_dot_product" in op or _formula(op) else OTHER)
 
 
@@ -153,11 +153,6 @@ def is_composite(func):
     "Does torch define this operator by others, with no kernel of its own?"
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has("CompositeImplicitAutograd") and not has("CPU")
-
-
-def is_portable(op):
-    "Is the operator of this name on the portable list?"
-    return op in _PORTABLE
 
 
 def instead_of(op):
@@ -207,7 +202,7 @@ def covered(found):
 
 
 def cost(func, args, kwargs, result, count_bytes=True):
-    """(bytes read, bytes written, FLOPs) of a call of `func` that returned `result`; None if none was written.
+    """(bytes read, bytes written, FLOPs) of a call of `func` that gave `result`; None if it wrote nothing.
 
     The bytes are None without `count_bytes`, the FLOPs where they are not known.
     """
@@ -313,4 +308,4 @@ def _flops(op, given, written):
         return given["target"].numel()
     if op in PER_ELEMENT or op in REDUCTIONS:
         return PER_ELEMENT.get(op, 1) * next(t.numel() for v in given.values() for t in tensors(v))
-    return out if op in POINTWISE else 0 if op in _PORTABLE else None
+    return out if op in POINTWISE else 0 if op in PORTABLE else None
