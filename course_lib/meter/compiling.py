@@ -101,16 +101,23 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
     import torch._dynamo as dynamo
     from torch._dynamo import utils
 
-    found, compilations, graphs, runs = Compiled(), [], [], []
+    found, compilations, graphs, runs = Compiled(), [], 0, 0
     build = dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
     # The function or module that was compiled before.
     fn = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", fn)
     fn = fn.forward if getattr(fn, "_compiled_call_impl", None) else fn
 
     def counting(graph, inputs):
-        graphs.append(graph)
+        nonlocal graphs
+        graphs += 1
         made = build(graph, inputs)
-        return lambda *args: (runs.append(graph), made(*args))[1]
+
+        def run(*args):
+            nonlocal runs
+            runs += 1
+            return made(*args)
+
+        return run
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
@@ -122,11 +129,11 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
         utils.clear_compilation_metrics()
         run = torch.compile(fn, backend=counting, dynamic=dynamic)
         for given in [args, *then]:
-            before = len(runs)
+            before = runs
             found.results.append(run(*given if isinstance(given, tuple) else (given,), **kwargs))
             kwargs = {}  # those of the first call
-            found.totals.append(len(graphs))
-            found.ran.append(len(runs) - before)
+            found.totals.append(graphs)
+            found.ran.append(runs - before)
             compilations += utils.get_compilation_metrics()  # torch keeps the last 64
             utils.clear_compilation_metrics()
         if metrics:
