@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
@@ -20,7 +21,7 @@ import torch
 
 from course_lib import timing
 
-LIB = "0.1.0"
+LIB = "0.2.0"
 
 # Dense rates by the makers' datasheets, in FLOP/s and bytes/s: bf16 with fp32 accumulation, no sparsity.
 DATASHEET = {
@@ -59,6 +60,22 @@ def start(lesson, lib=LIB):
 
     show.style()
     torch.manual_seed(0)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and _gpu_cell not in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.append(_gpu_cell)
+
+
+def _gpu_cell(lines):
+    "A cell that begins with `%%gpu what it shows` runs on a GPU; elsewhere it says in one line what it is."
+    if not lines or not lines[0].startswith("%%gpu"):
+        return lines
+    if has_gpu():
+        return ["\n", *lines[1:]]
+    from course_lib import recorded
+
+    names = re.findall(r"""\bnote\(\s*f?["']([\w.{}\[\]"']+?)["'],""", "".join(lines))
+    shown = recorded.brief(names)
+    return [f"print({f'Needs a CUDA GPU: {lines[0][5:].strip()}.{shown}'!r})\n"]
 
 
 def _version(text):

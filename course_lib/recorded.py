@@ -8,6 +8,7 @@ date: that notebook is the only place where a recorded figure is stored.
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 # COURSE_ROOT names another checkout; see authoring/notebook.py.
@@ -16,7 +17,7 @@ _mine = {}
 
 
 def note(name, value, unit, bar=None):
-    """Note a measured figure of this run: `note("05.copy_tbps", 4.27, "TB/s")`; returns the value.
+    """Note a measured figure of this run: `note("roofline.copy_tbps", 4.27, "TB/s")`; returns the value.
 
     `bar` is the figure's goal on the recording machine, an operator and a value: `(">=", 4.0)`.
     """
@@ -37,13 +38,13 @@ def note(name, value, unit, bar=None):
 def figures(lesson=None):
     """Every recorded figure, as dicts of `lesson name value unit machine torch date commit` and `bar`.
 
-    `lesson` is a two-digit number, "05"; without it, all lessons.
+    `lesson` is its name, "roofline"; without it, all lessons.
     """
     rows = []
-    for path in sorted(NBS.glob(f"{lesson or '[0-9][0-9]'}_*.ipynb")):
+    for path in sorted(NBS.glob(f"[0-9][0-9]_{lesson or '*'}.ipynb")):
         stamp = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded") or {}
         rows += [
-            {"lesson": path.name[:2], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())
+            {"lesson": path.stem[3:], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())
         ]
     return rows
 
@@ -53,11 +54,24 @@ def get(name):
     return next((f for f in figures(name.split(".")[0]) if f["name"] == name), None)
 
 
+def brief(names, most=4):
+    """Some recorded figures in a few words, for a cell that can't run here; '' where none is recorded.
+
+    `names` may hold {expressions} of an f-string, each of which stands for any word.
+    """
+    found = []
+    for name in names:
+        pattern = re.sub(r"\\{.*?\\}", r"\\w+", re.escape(name))
+        found += [f for f in figures(name.split(".")[0]) if re.fullmatch(pattern, f["name"])]
+    words = [f"{f['name'].split('.', 1)[1]} {shown(f)} {f['unit']}".strip() for f in found[:most]]
+    return f" Recorded on {found[0]['machine']}: {', '.join(words)}." if found else ""
+
+
 def peaks():
-    "(name, machine.Peaks) of the machine recorded in lesson 05, or of the H200's datasheet where none is."
+    "(name, machine.Peaks) of the machine recorded in roofline, or of the H200's datasheet where none is."
     from course_lib import machine
 
-    found = [get(f"05.{name}") for name in ("peak_tflops", "copy_tbps", "launch_us")]
+    found = [get(f"roofline.{name}") for name in ("peak_tflops", "copy_tbps", "launch_us")]
     if all(found):
         flops, copy, launch = (f["value"] for f in found)
         return f"{found[0]['machine']}, recorded", machine.Peaks(flops * 1e12, copy * 1e12, launch * 1e-6)

@@ -39,7 +39,7 @@ def progress(root, text):
     (root / "work/.progress.json").write_text(text)
 
 
-# --- quick, and without the heavy packages -----------------------------------------------------------
+# --- quick, and without the heavy packages ------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_command_exists():
         assert callable(getattr(found, function))
 
 
-# --- list --------------------------------------------------------------------------------------------
+# --- list ---------------------------------------------------------------------------
 
 
 def test_list_json(root):
@@ -126,7 +126,7 @@ def test_a_damaged_lesson_is_one_sentence(root):
     assert "take it from git again" in one_sentence(course(root, "list"))
 
 
-# --- figures -----------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------
 
 
 def test_figures(root):
@@ -161,7 +161,7 @@ def test_figures_of_a_damaged_notebook(root):
     assert "take it from git again" in one_sentence(course(root, "figures"))
 
 
-# --- bad input ---------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [["reset", "99"], ["reset", "nowhere"], ["lab", "99", "--no-browser"]])

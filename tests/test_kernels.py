@@ -32,7 +32,7 @@ def draw(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype)
 
 
-# --- add -----------------------------------------------------------------------------------------------
+# --- add ----------------------------------------------------------------------------
 
 
 @every_dtype
@@ -52,7 +52,7 @@ def test_add_of_nothing():
     assert add.add(draw(0, 3), draw(1, 3)).shape == (0, 3)
 
 
-# --- softmax -------------------------------------------------------------------------------------------
+# --- softmax ------------------------------------------------------------------------
 
 
 @every_dtype
@@ -110,7 +110,7 @@ def test_softmax_reads_each_element_once_and_three_passes_thrice(watched):
     assert w.loads["x_ptr"].bytes + w.stores["out_ptr"].bytes == softmax.bytes_moved(6, 100, x.dtype, 3)
 
 
-# --- RMSNorm -------------------------------------------------------------------------------------------
+# --- RMSNorm ------------------------------------------------------------------------
 
 
 @every_dtype
@@ -179,7 +179,7 @@ def test_rmsnorm_touches_each_element_once(watched):
     assert w.stores["dx_ptr"][3:] == (1, 1) and w.races == []
 
 
-# --- matmul --------------------------------------------------------------------------------------------
+# --- matmul -------------------------------------------------------------------------
 
 
 @every_dtype
@@ -234,7 +234,7 @@ def test_matmul_copies_what_the_copy_engine_refuses_and_nothing_else():
         assert row * 4 % 128 == 0
 
 
-# --- cross-entropy -------------------------------------------------------------------------------------
+# --- cross-entropy ------------------------------------------------------------------
 
 
 @every_dtype

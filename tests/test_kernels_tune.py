@@ -69,7 +69,7 @@ def test_a_kernel_takes_what_was_remembered_for_its_shape(monkeypatch):
     assert [launched.programs for launched in w.launches] == [2, 7]
 
 
-# --- configurations without a search -----------------------------------------------------------------
+# --- configurations without a search ------------------------------------------------
 
 
 def is_power_of_two(n):
@@ -127,7 +127,7 @@ def test_spaces_hold_what_can_run():
         matmul.Config(**c)
 
 
-# --- what launchers share ----------------------------------------------------------------------------
+# --- what launchers share -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

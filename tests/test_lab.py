@@ -42,7 +42,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-# --- copies ------------------------------------------------------------------------------------------
+# --- copies -------------------------------------------------------------------------
 
 
 def test_copies_what_is_missing_and_overwrites_nothing(root):
@@ -76,7 +76,7 @@ def test_a_damaged_copy_is_named(work):
     assert "01_tiny.ipynb is not a notebook" in line and "`course reset 01`" in line
 
 
-# --- reset -------------------------------------------------------------------------------------------
+# --- reset --------------------------------------------------------------------------
 
 
 def test_reset_keeps_the_old_copy_under_its_date(root, work, capsys):
@@ -123,7 +123,7 @@ def test_a_folder_that_takes_no_files(root, words):
     assert "file/work: Not a directory; nothing was lost" in result.stderr
 
 
-# --- JupyterLab --------------------------------------------------------------------------------------
+# --- JupyterLab ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager

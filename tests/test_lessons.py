@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
+from course_lib import checking as core
 from course_lib import recorded
 from course_lib.authoring import kernel, notebook, outputs, prose
-from course_lib.checks import core
 
 STEMS = [p.stem for p in sorted(notebook.NBS.glob("[0-9][0-9]_*.ipynb"))]
 EXERCISES = [
@@ -32,12 +32,12 @@ def worked(stem):
 
 @functools.cache
 def checks(stem):
-    return importlib.import_module(f"course_lib.checks.{stem[3:]}")
+    return importlib.import_module(f"course_lib.{stem[3:]}.check")
 
 
 @functools.cache
 def mutants(stem):
-    path = notebook.ROOT / "tests" / "mutants" / f"{stem[3:]}.py"
+    path = notebook.ROOT / "tests" / stem[3:] / "mutants.py"
     spec = importlib.util.spec_from_file_location(f"mutants_{stem[3:]}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -47,18 +47,16 @@ def mutants(stem):
 @every_lesson
 def test_one_stem_four_places(stem):
     topic = stem[3:]
-    places = [f"nbs/{stem}.ipynb", f"lessons/{stem}.ipynb", f"course_lib/checks/{topic}.py"]
-    places += [f"tests/test_{topic}.py", f"tests/mutants/{topic}.py"]
+    places = [f"nbs/{stem}.ipynb", f"lessons/{stem}.ipynb"]
+    places += [f"course_lib/{topic}/{name}.py" for name in ("__init__", "check", "figures")]
+    places += [f"tests/{topic}/test_{topic}.py", f"tests/{topic}/mutants.py"]
     assert [p for p in places if not (notebook.ROOT / p).is_file()] == []
-    # Kernels are a package of their own: beside `triton`, a module of that name would be taken for it.
-    library = notebook.ROOT / "course_lib" / {"triton": "kernels"}.get(topic, topic)
-    assert library.is_dir() or library.with_suffix(".py").is_file()
 
 
 @every_lesson
 def test_begins_with_the_machine(stem):
     first = next(c for c in worked(stem)["cells"] if c["cell_type"] == "code")
-    assert f'machine.start("{stem[:2]}"' in notebook.source(first)
+    assert f'machine.start("{stem[3:]}"' in notebook.source(first)
 
 
 @every_lesson
@@ -68,15 +66,17 @@ def test_stored_outputs(stem):
 
 @every_lesson
 def test_numbers_in_the_text(stem):
-    figures = {f["name"]: f for f in recorded.figures(stem[:2])}
+    figures = {f["name"]: f for f in recorded.figures(stem[3:])}
     assert prose.problems(worked(stem), figures) == []
 
 
 @every_lesson
 def test_the_lessons_that_it_speaks_of_exist(stem):
-    text = "\n".join(notebook.source(c) for c in worked(stem)["cells"])
-    named = re.findall(r"\b[Ll]essons? (\d\d)(?:(?:, | and | to )(\d\d))*", text)
-    assert {n for pair in named for n in pair if n} <= {other[:2] for other in STEMS}
+    text = "\n".join(notebook.source(c) for c in worked(stem)["cells"] if c["cell_type"] == "markdown")
+    known = {other[3:] for other in STEMS}
+    named = re.findall(r"\b[Ll]essons? ((?:\*\w+\*|, | and | to )+)", text)
+    assert {n for some in named for n in re.findall(r"\*(\w+)\*", some)} <= known
+    assert re.findall(r"\b[Ll]essons? \d\d", text) == [], "a lesson is called by its name"
 
 
 def test_numbers_in_the_readme():

@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_start_prints_one_line_and_seeds(capsys):
-    machine.start("05", lib="0.1")
+    machine.start("roofline", lib="0.1")
     first = torch.rand(3)
     line = capsys.readouterr().out
     assert line.count("\n") == 1
-    assert line.startswith("lesson 05 · ")
+    assert line.startswith("lesson roofline · ")
     assert machine.name() in line and f"torch {torch.__version__}" in line
-    machine.start("05", lib="0.1")
+    machine.start("roofline", lib="0.1")
     assert torch.equal(first, torch.rand(3))
     import matplotlib.pyplot as plt
 
@@ -26,7 +26,7 @@ def test_start_prints_one_line_and_seeds(capsys):
 
 
 def test_start_says_what_to_do_when_the_library_is_older(capsys):
-    machine.start("05", lib="99.1")
+    machine.start("roofline", lib="99.1")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert "99.1" in lines[1] and machine.LIB in lines[1] and "git pull" in lines[1]

@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib import meter, operators
+from course_lib import meter
+from course_lib.meter import operators
 
 
 def counted(name):
@@ -445,7 +446,7 @@ def test_importing_the_ground_floor_costs_little():
     code = (
         "import sys, time, torch\n"
         "start = time.perf_counter()\n"
-        "import course_lib.machine, course_lib.meter, course_lib.checks.core\n"
+        "import course_lib.machine, course_lib.meter, course_lib.checking\n"
         "print(time.perf_counter() - start)\n"
         "print(*sorted({m.split('.')[0] for m in sys.modules}))\n"
     )

@@ -52,7 +52,7 @@ def test_configuration_files_parse():
     assert "exec make test" in (ROOT / ".ci/run").read_text()
 
 
-# --- make venv ---------------------------------------------------------------------------------------
+# --- make venv ----------------------------------------------------------------------
 
 # Plays Python and pip: notes what it is asked to install, and succeeds as the file `status` says.
 PYTHON = """\

@@ -8,8 +8,8 @@ import ranks_programs as programs
 import torch
 import torch.distributed as dist
 
+from course_lib.meter.comm import count_comm
 from course_lib.parallel import ranks, timeline
-from course_lib.parallel.count import count_comm
 
 N = 3
 

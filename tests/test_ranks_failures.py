@@ -14,7 +14,7 @@ import pytest
 import ranks_processes as processes
 import ranks_programs as programs
 
-from course_lib.checks import core
+from course_lib import checking as core
 from course_lib.parallel import ranks, stacks
 
 

@@ -10,7 +10,7 @@ def nbs(tmp_path, monkeypatch):
     stamp = {
         "gpu": "NVIDIA H200",
         "figures": {
-            "05.copy_tbps": {
+            "roofline.copy_tbps": {
                 "value": 4.271,
                 "unit": "TB/s",
                 "machine": "NVIDIA H200",
@@ -21,7 +21,7 @@ def nbs(tmp_path, monkeypatch):
         },
     }
     notebook = {"cells": [], "metadata": {"recorded": stamp}}
-    (tmp_path / "05_roofline.ipynb").write_text(json.dumps(notebook))
+    (tmp_path / "06_roofline.ipynb").write_text(json.dumps(notebook))
     (tmp_path / "06_precision.ipynb").write_text(json.dumps({"cells": [], "metadata": {}}))
     monkeypatch.setattr(recorded, "NBS", tmp_path)
     monkeypatch.setattr(recorded, "_mine", {})
@@ -32,8 +32,8 @@ def nbs(tmp_path, monkeypatch):
 def test_figures_come_with_lesson_name_and_provenance(nbs):
     (row,) = recorded.figures()
     assert row == {
-        "lesson": "05",
-        "name": "05.copy_tbps",
+        "lesson": "roofline",
+        "name": "roofline.copy_tbps",
         "value": 4.271,
         "unit": "TB/s",
         "machine": "NVIDIA H200",
@@ -41,41 +41,41 @@ def test_figures_come_with_lesson_name_and_provenance(nbs):
         "date": "2026-11-29",
         "commit": "abc1234",
     }
-    assert recorded.get("05.copy_tbps")["value"] == 4.271
-    assert recorded.get("05.unknown") is None
-    assert recorded.figures("06") == []
+    assert recorded.get("roofline.copy_tbps")["value"] == 4.271
+    assert recorded.get("roofline.unknown") is None
+    assert recorded.figures("precision") == []
 
 
 def test_the_table_shows_this_run_beside_the_recorded_one(nbs, capsys):
-    recorded.note("05.copy_tbps", 0.0123, "TB/s")
-    recorded.note("05.launch_us", 12345.6, "µs")
-    recorded.note("06.other", 1, "")
-    recorded.table("05")
+    recorded.note("roofline.copy_tbps", 0.0123, "TB/s")
+    recorded.note("roofline.launch_us", 12345.6, "µs")
+    recorded.note("precision.other", 1, "")
+    recorded.table("roofline")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["05.copy_tbps", "0.0123", "4.27", "TB/s"]
-    assert lines[2].split() == ["05.launch_us", "12,346", "–", "µs"]
+    assert lines[1].split() == ["roofline.copy_tbps", "0.0123", "4.27", "TB/s"]
+    assert lines[2].split() == ["roofline.launch_us", "12,346", "–", "µs"]
     assert lines[3] == "recorded on NVIDIA H200, torch 2.11.0, 2026-11-29"
     assert len(lines) == 4
 
 
 def test_a_run_that_is_recorded_stands_alone(nbs, capsys, monkeypatch):
     monkeypatch.setenv("COURSE_RECORDING", "1")
-    recorded.note("05.launch_us", 1.5, "µs")
-    recorded.table("05")
-    assert capsys.readouterr().out == "figure        this run  unit\n05.launch_us       1.5  µs\n"
+    recorded.note("roofline.launch_us", 1.5, "µs")
+    recorded.table("roofline")
+    assert capsys.readouterr().out == "figure              this run  unit\nroofline.launch_us       1.5  µs\n"
 
 
 def test_a_lesson_without_figures_says_so(nbs, capsys):
-    recorded.table("06")
-    assert capsys.readouterr().out == "no figures for lesson 06 yet\n"
+    recorded.table("precision")
+    assert capsys.readouterr().out == "no figures for lesson precision yet\n"
 
 
 def test_notes_are_written_where_the_recorder_asks(nbs, monkeypatch, tmp_path):
     out = tmp_path / "figures.jsonl"
     monkeypatch.setenv("COURSE_FIGURES", str(out))
-    assert recorded.note("05.copy_tbps", 4, "TB/s", bar=(">=", 3)) == 4.0
+    assert recorded.note("roofline.copy_tbps", 4, "TB/s", bar=(">=", 3)) == 4.0
     assert json.loads(out.read_text()) == {
-        "name": "05.copy_tbps",
+        "name": "roofline.copy_tbps",
         "value": 4.0,
         "unit": "TB/s",
         "bar": {"op": ">=", "value": 3.0},
@@ -84,5 +84,5 @@ def test_notes_are_written_where_the_recorder_asks(nbs, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_figure_that_is_no_number_is_refused(nbs, value):
-    with pytest.raises(ValueError, match=r"05\.x is"):
-        recorded.note("05.x", value, "s")
+    with pytest.raises(ValueError, match=r"roofline\.x is"):
+        recorded.note("roofline.x", value, "s")

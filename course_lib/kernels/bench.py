@@ -18,7 +18,7 @@ import torch
 
 from course_lib import machine, timing
 from course_lib.kernels import KernelError, interpreted, matmul, replay, rmsnorm, softmax, tune, xent
-from course_lib.triton_timing import SHAPES
+from course_lib.triton.timing import SHAPES
 
 BF16 = torch.bfloat16
 # Beside the ten of the lesson: smaller ones, where a tile's shape and a split of k matter most.

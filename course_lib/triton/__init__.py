@@ -1,0 +1,1 @@
+"""The lesson on Triton: what its figures and comparisons need; the kernels are in course_lib.kernels."""
