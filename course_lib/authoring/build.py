@@ -4,10 +4,11 @@ A lesson is a pure function of its worked notebook: answers become stubs, output
 the source becomes its version.
 """
 
+import base64
 import re
 import sys
 
-from course_lib.authoring import markers, notebook, picture, readme, rules
+from course_lib.authoring import markers, notebook, readme, rules, solutions
 from course_lib.authoring.notebook import CourseError
 
 
@@ -43,47 +44,58 @@ def _cell(cell, stem):
     return out | {"source": text.splitlines(keepends=True)}
 
 
-def derived():
-    """Every derived file as ({path: text}, [sentences about sources that were refused]).
+def picture(nb):
+    "README's picture as ({path: PNG}): the one that a cell shows whose metadata has `picture`, a path."
+    for cell in nb["cells"]:
+        for out in cell.get("outputs", []) if "picture" in cell["metadata"] else []:
+            if "image/png" in out.get("data", {}):
+                return {
+                    notebook.ROOT / cell["metadata"]["picture"]: base64.b64decode(out["data"]["image/png"])
+                }
+    return {}
 
-    A path whose text is None has no source any more.
+
+def derived():
+    """Every derived file as ({path: bytes}, [sentences about sources that were refused]).
+
+    A path that holds None has no source any more.
     """
-    files, refused, built = dict.fromkeys(notebook.LESSONS.glob("*.ipynb")), [], {}
+    files = dict.fromkeys(
+        [*notebook.LESSONS.glob("*.ipynb"), *notebook.ROOT.glob("course_lib/*/solutions.py")]
+    )
+    refused, recorded, numbers = [], {}, set()
     for path in sorted(notebook.NBS.glob("*.ipynb")):
-        target = notebook.LESSONS / path.name
+        stem = path.stem
+        targets = notebook.LESSONS / path.name, notebook.ROOT / "course_lib" / stem[3:] / "solutions.py"
         try:
-            if not re.fullmatch(r"[0-9]{2}_[a-z0-9_]+", path.stem):
-                rules.refuse(path.stem, None, "a lesson's file is named NN_topic.ipynb")
-            if any(name[:2] == path.name[:2] for name in built):
-                rules.refuse(path.stem, None, f"a second lesson {path.name[:2]}")
-            built[path.name] = lesson(notebook.load(path), path.stem)
-            files[target] = notebook.dump(built[path.name])
+            if not re.fullmatch(r"[0-9]{2}_[a-z0-9_]+", stem):
+                rules.refuse(stem, None, "a lesson's file is named NN_topic.ipynb")
+            if stem[:2] in numbers:
+                rules.refuse(stem, None, f"a second lesson {stem[:2]}")
+            numbers.add(stem[:2])
+            nb = notebook.load(path)
+            made = notebook.dump(lesson(nb, stem)), solutions.module(nb, stem)
+            files |= {target: text.encode() for target, text in zip(targets, made, strict=True)} | picture(nb)
+            if not notebook.is_draft(nb):
+                recorded[stem] = nb
         except CourseError as e:
             refused.append(str(e))
-            files.pop(target, None)
+            for target in targets:
+                files.pop(target, None)
     if not refused:
         try:
-            files[notebook.ROOT / "README.md"] = readme.refreshed(list(built.values()))
-            if (svg := picture.svg()) is not None:
-                files[notebook.ROOT / picture.PATH] = svg
+            files[notebook.ROOT / "README.md"] = readme.refreshed(recorded).encode()
         except CourseError as e:
             refused.append(str(e))
     return files, refused
 
 
-def _is_behind(path, text):
-    if text is None:
-        return True
-    try:
-        return path.read_bytes() != text.encode()
-    except FileNotFoundError:
-        return True
-
-
 def build_cmd(args):
     "Write what is behind, or with `--check` name it. Returns the exit status."
     files, refused = derived()
-    behind = [path for path, text in sorted(files.items()) if _is_behind(path, text)]
+    behind = [
+        p for p, data in sorted(files.items()) if data is None or not p.exists() or p.read_bytes() != data
+    ]
     for path in behind:
         name = path.relative_to(notebook.ROOT)
         if args.check:

@@ -1,25 +1,28 @@
 "What a worked notebook must hold to, so that a lesson can be built from it and its exercises judged."
 
-import functools
 import re
 
-from course_lib.authoring import markers, notebook
+from course_lib.authoring import markers, notebook, stamps
 from course_lib.authoring.notebook import CourseError
 
-METADATA = {"number": str, "slug": str, "title": str, "part": str, "minutes": int, "needs": str}
+METADATA = {"slug": str, "title": str, "part": str, "minutes": int, "needs": str}
 # What a lesson does without a GPU (`course doctor`): the real thing, Triton's interpreter, a simulation.
-WITHOUT_GPU = ("cpu", "interpreter", "simulated")
+CHOICES = {"without_gpu": ("cpu", "interpreter", "simulated"), "gpus": ("all",)}
 EXERCISE = {"id": str, "title": str, "minutes": int, "difficulty": int}
-TAGS = {"exercise", "check", "gpu", "slow", "predict"}
+TAGS = {"exercise", "check", "slow", "predict"}
 # These make nbval accept a cell that fails, or leave it out.
-SILENCERS = re.compile(
-    r"#\s*(NBVAL_SKIP|NBVAL_IGNORE_OUTPUT|NBVAL_RAISES_EXCEPTION|PYTEST_VALIDATE_IGNORE_OUTPUT)"
-)
+SILENCERS = re.compile(r"#\s*(NBVAL_(?:SKIP|IGNORE_OUTPUT|RAISES_EXCEPTION)|PYTEST_VALIDATE_IGNORE_OUTPUT)")
 
 
 def check(nb, stem):
     "Raise CourseError, naming notebook, cell and rule, where nbs/<stem>.ipynb breaks a rule."
-    _check_metadata(nb, stem)
+    course = nb["metadata"].get("course")
+    _check_keys(course, METADATA, "metadata.course", stem, None)
+    for key, ways in CHOICES.items():
+        if course.get(key, ways[0]) not in ways:
+            refuse(stem, None, f"metadata.course.{key} is {course[key]!r}; expected {' or '.join(ways)}")
+    if stem[3:] != course["slug"]:
+        refuse(stem, None, f"metadata.course.slug is {course['slug']!r}; the file's name must agree")
     _check_cells(nb, stem)
     _check_exercises(nb, stem)
 
@@ -28,18 +31,6 @@ def refuse(stem, cell, why):
     "Raise CourseError that says where (`cell` is a cell, or None for the whole notebook) and why."
     place = f"nbs/{stem}.ipynb" + ("" if cell is None else f", cell {cell.get('id') or '(no id)'}")
     raise CourseError(f"{place}: {why}")
-
-
-def _check_metadata(nb, stem):
-    course = nb["metadata"].get("course")
-    _check_keys(course, METADATA, "metadata.course", stem, None)
-    if (way := course.get("without_gpu", "cpu")) not in WITHOUT_GPU:
-        refuse(
-            stem, None, f"metadata.course.without_gpu is {way!r}; expected one of {', '.join(WITHOUT_GPU)}"
-        )
-    if stem != f"{course['number']}_{course['slug']}":
-        said = f"{course['number']}_{course['slug']}"
-        refuse(stem, None, f"metadata.course says {said}; the file's name must agree")
 
 
 def _check_keys(found, expected, what, stem, cell):
@@ -52,61 +43,73 @@ def _check_keys(found, expected, what, stem, cell):
 def _check_cells(nb, stem):
     seen = set()
     for number, cell in enumerate(nb["cells"], 1):
-        no = functools.partial(refuse, stem, cell)
         tags, text, kind = notebook.tags(cell), notebook.source(cell), cell["cell_type"]
-        if kind not in ("code", "markdown"):
-            no(f"a {kind} cell; expected code or markdown")
-        name = cell.get("id")
+        code, name = kind == "code", cell.get("id")
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
             refuse(stem, None, f"cell {number} needs an id of letters, digits, - and _ that says what it is")
-        if name in seen:
-            no("two cells have this id")
+        unknown, silencer, marked = tags - TAGS, SILENCERS.search(text), markers.has_markers(text)
+        for broken, why in (
+            (kind not in ("code", "markdown"), f"a {kind} cell; expected code or markdown"),
+            (name in seen, "two cells have this id"),
+            ("gpu" in tags, "the tag gpu is not allowed: a cell for a GPU begins with `%%gpu` and a few words"),
+            (unknown, f"the tag {min(unknown, default='')} is not allowed; they are {', '.join(sorted(TAGS))}"),
+            (not code and tags, "tags are for code cells"),
+            (code and silencer, f"{silencer and silencer[1]} would hide a failure"),
+            (not code and marked, "a solution marker in a markdown cell"),
+            (code and marked != ("exercise" in tags), "the tag exercise and the markers belong on the same cells"),
+            (re.match(r"%%gpu(?!\S)(?![ \t]+\S)", text), "`%%gpu` needs a few words: what the cell would show"),
+        ):  # fmt: skip
+            if broken:
+                refuse(stem, cell, why)
         seen.add(name)
-        if unknown := tags - TAGS:
-            no(f"the tag {min(unknown)} is not allowed; the tags are {', '.join(sorted(TAGS))}")
-        if kind == "markdown" and tags:
-            no("tags are for code cells")
-        if kind == "code" and (m := SILENCERS.search(text)):
-            no(f"{m[1]} would hide a failure")
-        if kind == "markdown" and markers.has_markers(text):
-            no("a solution marker in a markdown cell")
-        if kind == "code" and markers.has_markers(text) != ("exercise" in tags):
-            no("the tag exercise and the solution markers belong on the same cells")
+    for cell, name in read_without_gpu(nb):
+        refuse(stem, cell, f"it reads {name}, which a `%%gpu` cell defines: without a GPU there is none")
+
+
+def read_without_gpu(nb):
+    "(cell, name) for each name of a `%%gpu` cell that a cell without `%%gpu` reads."
+    for cell, tree, names, givers, _ in stamps.flow(nb):
+        if tree and not notebook.needs_gpu(cell):
+            yield from (
+                (cell, n) for n in sorted(names.reads) if n in givers and notebook.needs_gpu(givers[n])
+            )
 
 
 def _check_exercises(nb, stem):
-    prose, stubs, seen = "", 0, set()
+    prose, stubs, count = "", 0, 0
     for cell in nb["cells"]:
-        no = functools.partial(refuse, stem, cell)
         tags, text = notebook.tags(cell), notebook.source(cell)
         stubs += "exercise" in tags
         prose += text + "\n" if cell["cell_type"] == "markdown" else ""
         if "check" not in tags:
             if "exercise" in cell["metadata"]:
-                no("metadata.exercise on a cell without the tag check")
+                refuse(stem, cell, "metadata.exercise on a cell without the tag check")
             continue
-        found = cell["metadata"].get("exercise")
+        found, count = cell["metadata"].get("exercise"), count + 1
         _check_keys(found, EXERCISE, "a check cell's metadata.exercise", stem, cell)
-        name, level = found["id"], found["difficulty"]
-        if name in seen:
-            no(f"exercise {name} has two check cells")
-        if name != f"{stem[:2]}.{len(seen) + 1}":
-            no(f"exercise {name} comes where {stem[:2]}.{len(seen) + 1} is expected")
-        seen.add(name)
-        if level not in (1, 2, 3):
-            no(f"difficulty is {level}; expected 1, 2 or 3")
-        if tags != {"check"}:
-            no("a check cell carries no other tag, so that it runs on every machine")
-        if not text.startswith("# NBVAL_CHECK_OUTPUT\n"):
-            no("a check cell starts with `# NBVAL_CHECK_OUTPUT`, or its line is never compared")
-        if not stubs:
-            no(f"exercise {name} has no stub: a cell tagged exercise between the last check and this")
-        dots = "●" * level + "○" * (3 - level)
-        heading = f"### Exercise {name} · {found['title']} · {dots} · {found['minutes']} min"
-        if heading not in prose.split("\n"):
-            no(f"exercise {name} is headed otherwise than its metadata says: `{heading}`")
-        if (hints := len(re.findall(r"<details>.*?</details>", prose, re.DOTALL))) < 2:
-            no(f"exercise {name} has {hints} hints in <details>; it needs two or more")
+        name, level, expected = found["id"], found["difficulty"], f"{stem[3:]}.{count}"
+        heading = f"### Exercise {name} · {found['title']} · {'●' * level + '○' * (3 - level)} · {found['minutes']} min"
+        hints = len(re.findall(r"<details>.*?</details>", prose, re.DOTALL))
+        for broken, why in (
+            (name != expected, f"exercise {name} comes where {expected} is expected"),
+            (level not in (1, 2, 3), f"difficulty is {level}; expected 1, 2 or 3"),
+            (tags != {"check"}, "a check cell carries no other tag, so that it runs on every machine"),
+            (
+                not text.startswith("# NBVAL_CHECK_OUTPUT\n"),
+                "a check cell starts with `# NBVAL_CHECK_OUTPUT`, or its line is never compared",
+            ),
+            (
+                not stubs,
+                f"exercise {name} has no stub: a cell tagged exercise between the last check and this",
+            ),
+            (
+                heading not in prose.split("\n"),
+                f"exercise {name} is headed otherwise than its metadata says: `{heading}`",
+            ),
+            (hints < 2, f"exercise {name} has {hints} hints in <details>; it needs two or more"),
+        ):
+            if broken:
+                refuse(stem, cell, why)
         prose, stubs = "", 0
     if stubs:
         refuse(stem, None, "a stub after the last check cell has no check")
