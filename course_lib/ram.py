@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-# The files of a control group of version 2 and of version 1: the limit, what is used, the cache that can be dropped.
+# Of control groups of version 2 and version 1: the limit, what is used, the cache that can be dropped.
 FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -46,7 +46,8 @@ def _groups(proc):
         lines = [line.split(":", 2) for line in Path(proc).read_text().splitlines()]
     except OSError:  # no Linux
         return []
-    return [(names, path) for _, names, path in lines if names in FILES]
+    found = [("memory" if "memory" in names.split(",") else names, path) for _, names, path in lines]
+    return [(names, path) for names, path in found if names in FILES]
 
 
 def _read(folder, limit, used, cache):

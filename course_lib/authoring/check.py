@@ -1,15 +1,17 @@
 "`course check`: judge the learner's notebooks, say what is wrong, note the progress."
 
+import os
 import shutil
 import sys
 import textwrap
 
-from course_lib.authoring import catalogue, judge, kernel, lab, notebook, progress
+from course_lib import ram
+from course_lib.authoring import catalogue, judge, lab, notebook, progress
 from course_lib.authoring.notebook import CourseError
 
 
 def check_cmd(args):
-    "Judge the learner's notebooks of the given lessons. Returns 1 while an exercise that was asked is unsolved."
+    "Judge the learner's notebooks of the given lessons. Returns 1 while one of their exercises is unsolved."
     if not 0 < args.timeout < float("inf"):
         raise CourseError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
     status = 0
@@ -36,9 +38,7 @@ def _check(path, args):
     if chosen and not chosen <= set(exercises):
         raise CourseError(f"{topic} has no exercise {args.exercise}; it has {', '.join(exercises)}")
     print(f"{mine}: only the cells that the checks need are executed")
-    verdicts, notes = judge.judge(
-        lesson, nb, topic, chosen, args.timeout, kernel.memory_limit(), args.work, _say
-    )
+    verdicts, notes = judge.judge(lesson, nb, topic, chosen, args.timeout, _memory_limit(), args.work, _say)
     width = max(len(title) for title in exercises.values())
     for name, why in verdicts.items():
         head = f"{name}  {exercises[name]:<{width}}  "
@@ -51,6 +51,15 @@ def _check(path, args):
         print(f"your progress was not saved: {e}", file=sys.stderr)
     print(_next(args.work, topic, exercises), flush=True)
     return int(any(verdicts.values()))
+
+
+def _memory_limit():
+    "Bytes that a kernel and its children may use. More, and the system would kill something else first."
+    given = os.environ.get("COURSE_MEMORY_GB")
+    try:
+        return float(given) * 1e9 if given else min(0.6 * ram.total(), 0.9 * ram.available())
+    except ValueError:
+        raise CourseError(f"COURSE_MEMORY_GB is {given!r}; expected gigabytes, such as 8") from None
 
 
 def _say(text, end):

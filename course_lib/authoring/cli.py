@@ -59,8 +59,13 @@ def parser():
     add["build"].add_argument(
         "--check", action="store_true", help="write nothing; fail where something is behind"
     )
-    add["record"].add_argument("lessons", nargs="+", **LESSON)
-    add["record"].add_argument("--force", action="store_true", help="even where the code has not changed")
+    add["record"].add_argument("lessons", nargs="*", **LESSON)
+    add["record"].add_argument("--cpu", action="store_true", help="marked cells alone, on any machine")
+    add["record"].add_argument(
+        "--check", action="store_true", help="write nothing; fail where something is behind"
+    )
+    add["record"].add_argument("--parallel", action="store_true", help="lessons side by side, a GPU for each")
+    add["record"].add_argument("--out", type=Path, metavar="DIR", help="write the notebooks there")
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
     add["record"].add_argument("--dirty", action="store_true", help="the tree has uncommitted changes")
     return top

@@ -42,7 +42,8 @@ class Step:
             # Whether a name gets a new object there, or the object that it has is changed.
             self.binds = dict.fromkeys(names.changes, False) | dict.fromkeys(names.defines | modules, True)
             imports = all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body)
-            self.always = imports or re.search(r"machine\.start\(|import \*|^%(?!%gpu)", self.source, re.M)
+            start = re.search(r"machine\.start\(|import \*|^%(?!%gpu)", self.source, re.MULTILINE)
+            self.always = not self.answers and bool(imports or start)
 
 
 def judge(lesson, mine, topic, chosen, timeout, memory, folder, say):
@@ -80,11 +81,10 @@ def judge(lesson, mine, topic, chosen, timeout, memory, folder, say):
                 if not ran.alive:
                     break
     again = f"`course reset {topic}` gives a fresh copy and keeps yours under its date"
-    verdicts = {
-        name: verdicts.get(name, f"its check cell `{cell}` is missing; {again}")
-        for name, cell in wanted.items()
-    }
-    return verdicts, _notes(lesson, mine, [steps[i].checks for i in checks], again)
+    for name, cell in wanted.items():
+        verdicts.setdefault(name, f"its check cell `{cell}` is missing; {again}")
+    notes = _notes(lesson, mine, [steps[i].checks for i in checks], again)
+    return {name: verdicts[name] for name in wanted}, notes
 
 
 def _needs(steps, check):
@@ -123,7 +123,7 @@ def _verdict(steps, i, needs, ran):
         return ran.error.removeprefix("Wrong: ").removeprefix(f"{name} not passed: ")
     missing = (re.findall(r"name '(\w+)'", ran.evalue) or [""])[0]
     if trouble := [s.trouble for s in needed if s.trouble]:
-        return f"{ran.error}; {trouble[0]}"
+        return f"{ran.error}; {trouble[-1]}"
     if below := [s.name for s in steps[i:] if missing in s.binds]:
         return f"its check stands above cell `{below[0]}`, which defines `{missing}`: move the check below it"
     return f"{ran.error}; no cell above its check defines it"

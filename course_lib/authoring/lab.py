@@ -42,7 +42,7 @@ def warning(work, path):
         return str(e)
     if isinstance(mine, dict) and mine.get("version") == notebook.load(path)["metadata"]["course"]["version"]:
         return ""
-    return f"{topic} is from another version of the lesson, and still works; `course reset {topic}` gives the new one and keeps yours"
+    return f"{topic} is from another version, and still works; `course reset {topic}` gives today's, keeps yours"
 
 
 def lab_cmd(args):

@@ -1,6 +1,6 @@
 """What the learner has passed, in work/.progress.json: {"roofline.1": {"title", "passed", "version"}}.
 
-A pass belongs to the exercise's title, so that it survives a new number and does not count for another exercise.
+A pass belongs to the exercise's title: it survives a new number, and does not count for another exercise.
 """
 
 import datetime

@@ -28,15 +28,15 @@ class Execution:
     asked: str = ""
 
 
-def execute(nb, name, timeout=None, ask="pass", env=None):
+def execute(nb, name, timeout=None, ask=None, env=None):
     """Execute the code cells of the worked notebook `nb` (a dict) in order, until one fails.
 
-    The kernel's folder is a temporary one, so that nothing a cell writes lands in the repository. `name` is for
-    the lines that are printed; `ask` is code to run at the end, its print kept; `env` adds environment variables.
+    The kernel's folder is a temporary one, so that nothing a cell writes lands in the repository. `name` is
+    for the lines that are printed; `ask` is code to run at the end, its print kept; `env` adds variables.
     """
     cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
     cells = [{**c, "source": notebook.source(c), "outputs": [], "execution_count": None} for c in cells]
-    last = {"cell_type": "code", "id": "ask", "metadata": {}, "source": ask}
+    last = {"cell_type": "code", "id": "ask", "metadata": {}, "source": ask or "pass"}
     result = Execution()
     with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
         notes, folder = Path(scratch, "figures.jsonl"), Path(scratch, "nbs")
