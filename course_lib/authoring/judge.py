@@ -39,7 +39,7 @@ class Step:
             tree = ast.parse(notebook.python({"source": self.source}))
             names, modules = stamps.Names(tree), set(stamps.imports(tree))
             self.reads = names.reads
-            # Whether a name gets a new object there, or the object that it has is changed.
+            # {name: whether it is bound to a new object; else its object is changed}
             self.binds = dict.fromkeys(names.changes, False) | dict.fromkeys(names.defines | modules, True)
             imports = all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body)
             start = re.search(r"machine\.start\(|import \*|^%(?!%gpu)", self.source, re.MULTILINE)
@@ -49,9 +49,9 @@ class Step:
 def judge(lesson, mine, topic, chosen, timeout, memory, folder, say):
     """Judge the notebook `mine` by `lesson`, both dicts: ({exercise: what is wrong, or ''}, notes).
 
-    `chosen` are ids of exercises, or None for all; `timeout` is in seconds for a cell, `memory` in bytes. Cells
-    see the files of `folder`, where the learner's notebook is; `say` hears of each cell as it runs. A cell that
-    ends the kernel is left out of a second execution, so that the other exercises are judged.
+    `chosen` are ids of exercises, or None for all; `timeout` is in seconds for a cell, `memory` in bytes.
+    Cells see the files of `folder`, where the learner's notebook is; `say` hears of each cell as it runs.
+    A cell that ends the kernel is left out of a second execution: the other exercises are judged.
     """
     wanted = {e["id"]: e["cell"] for e in notebook.exercises(lesson) if chosen is None or e["id"] in chosen}
     steps, verdicts = _steps(lesson, mine), {}
