@@ -46,7 +46,7 @@ def parser():
     )
     add["lab"].add_argument("--port", type=_port, default=8888, metavar="N", help="default: 8888")
     for name in ("run", "check", "record"):
-        any_number = "*" if name == "run" else "+"
+        any_number = "+" if name == "check" else "*"
         add[name].add_argument(
             "lessons", nargs=any_number, metavar="LESSON", help="05, roofline or 05_roofline"
         )
@@ -62,9 +62,13 @@ def parser():
     add["build"].add_argument(
         "--check", action="store_true", help="write nothing; fail where something is behind"
     )
-    add["record"].add_argument("--force", action="store_true", help="even where the code has not changed")
+    for option, about in (("cpu", "renew marked cells and checks alone, which no GPU is needed for"),
+                          ("check", "write nothing; fail where a recording is behind"),
+                          ("parallel", "lessons side by side, each with a GPU of its own"),
+                          ("dirty", "the tree has uncommitted changes")):  # fmt: skip
+        add["record"].add_argument(f"--{option}", action="store_true", help=about)
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
-    add["record"].add_argument("--dirty", action="store_true", help="the tree has uncommitted changes")
+    add["record"].add_argument("--out", type=Path, metavar="DIR", help="where to write; default: nbs/")
     return top
 
 
