@@ -75,10 +75,10 @@ def _record(path, args):
     nb = notebook.load(path)
     source = None if args.cpu else _provenance(args)
     env = {"COURSE_RECORDING": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
-    result = run.execute(nb, path.stem, ask="" if args.cpu else ABOUT, env=env)
+    result = run.execute(nb, path.stem, ask=None if args.cpu else ABOUT, env=env)
     if result.failed:
         cell, error = result.failed
-        raise CourseError(f"{path.stem}, {run.at(nb, cell)}: {error}; nothing was recorded")
+        raise CourseError(f"{path.stem}, cell `{cell['id']}`: {error}; nothing was recorded")
     count = store(nb, result, source)
     if found := outputs.problems(nb):
         raise CourseError(f"{path.stem}: {found[0]}; nothing was recorded")
