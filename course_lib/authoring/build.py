@@ -44,15 +44,20 @@ def _cell(cell, stem):
     return out | {"source": text.splitlines(keepends=True)}
 
 
-def picture(nb):
-    "README's picture as ({path: PNG}): the one that a cell shows whose metadata has `picture`, a path."
-    for cell in nb["cells"]:
+def _of_lesson(path):
+    "The files made from a worked notebook, {path: bytes}, and the notebook. Raises CourseError."
+    stem, nb = path.stem, notebook.load(path)
+    files = {notebook.LESSONS / path.name: notebook.dump(lesson(nb, stem)).encode()}
+    files[_solutions(stem)] = solutions.module(nb, stem).encode()
+    for cell in nb["cells"]:  # README's picture is one that a lesson drew
         for out in cell.get("outputs", []) if "picture" in cell["metadata"] else []:
-            if "image/png" in out.get("data", {}):
-                return {
-                    notebook.ROOT / cell["metadata"]["picture"]: base64.b64decode(out["data"]["image/png"])
-                }
-    return {}
+            if png := out.get("data", {}).get("image/png"):
+                files[notebook.ROOT / cell["metadata"]["picture"]] = base64.b64decode(png)
+    return files, nb
+
+
+def _solutions(stem):
+    return notebook.ROOT / "course_lib" / stem[3:] / "solutions.py"
 
 
 def derived():
@@ -63,30 +68,26 @@ def derived():
     files = dict.fromkeys(
         [*notebook.LESSONS.glob("*.ipynb"), *notebook.ROOT.glob("course_lib/*/solutions.py")]
     )
-    refused, recorded, numbers = [], {}, set()
+    refused, shown, numbers = [], {}, set()
     for path in sorted(notebook.NBS.glob("*.ipynb")):
         stem = path.stem
-        targets = notebook.LESSONS / path.name, notebook.ROOT / "course_lib" / stem[3:] / "solutions.py"
         try:
             if not re.fullmatch(r"[0-9]{2}_[a-z0-9_]+", stem):
                 rules.refuse(stem, None, "a lesson's file is named NN_topic.ipynb")
             if stem[:2] in numbers:
                 rules.refuse(stem, None, f"a second lesson {stem[:2]}")
             numbers.add(stem[:2])
-            nb = notebook.load(path)
-            made = notebook.dump(lesson(nb, stem)), solutions.module(nb, stem)
-            files |= {target: text.encode() for target, text in zip(targets, made, strict=True)} | picture(nb)
-            if not notebook.is_draft(nb):
-                recorded[stem] = nb
+            made, nb = _of_lesson(path)
+            files |= made
+            shown |= {} if notebook.is_draft(nb) else {stem: nb}
         except CourseError as e:
             refused.append(str(e))
-            for target in targets:
+            for target in (notebook.LESSONS / path.name, _solutions(stem)):
                 files.pop(target, None)
-    if not refused:
-        try:
-            files[notebook.ROOT / "README.md"] = readme.refreshed(recorded).encode()
-        except CourseError as e:
-            refused.append(str(e))
+    try:
+        files |= {} if refused else {notebook.ROOT / "README.md": readme.refreshed(shown).encode()}
+    except CourseError as e:
+        refused.append(str(e))
     return files, refused
 
 

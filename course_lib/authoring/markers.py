@@ -16,7 +16,6 @@ BLOCK = re.compile(
 )
 # Anything that looks like a marker and isn't one would leave the answer in the lesson.
 LIKE_A_MARKER = re.compile(r"#\s*(BEGIN|END)[\s_-]*(SOLUTIONS?|STARTERS?)\b", re.IGNORECASE)
-STUB = "# YOUR CODE HERE\n{0}raise NotImplementedError"
 
 
 def has_markers(text):
@@ -30,16 +29,11 @@ def solved(text):
 
 
 def stub(text):
-    """The cell that the learner gets, from the cell with markers. Both are Python source.
-
-    Raises CourseError with what is wrong with the markers, which the caller completes with the place.
-    """
+    "The cell that the learner gets, from the cell with markers. Raises CourseError that says what is wrong."
     tree = _parse(text, "a cell with markers must be plain Python")
     for m in BLOCK.finditer(text):
         line = text.count("\n", 0, m.start()) + 1
-        if has_markers(m[2]) or has_markers(m[3] or ""):
-            raise CourseError(f"a marker inside the block at line {line}")
-        if not _is_body(tree, line, line + m[2].count("\n") + 1, len(m[1])):
+        if has_markers(m[2]) or not _is_body(tree, line, line + m[2].count("\n") + 1, len(m[1])):
             raise CourseError(
                 f"the SOLUTION block at line {line} must be exactly the body of one function "
                 "or method after its docstring, indented like it"
@@ -47,8 +41,8 @@ def stub(text):
     made = BLOCK.sub(_replacement, text)
     if m := LIKE_A_MARKER.search(made):
         raise CourseError(
-            f"`{m[0]}` belongs to no block: a block goes from `### BEGIN SOLUTION` to `### END SOLUTION`, each "
-            "on its own line and indented alike, and a STARTER block follows it at once"
+            f"`{m[0]}` belongs to no block: from `### BEGIN SOLUTION` to `### END SOLUTION`, alone on their "
+            "lines and indented alike, with a STARTER block at once after it"
         )
     _parse(made, "the cell isn't valid Python once its blocks are replaced")
     return made
@@ -57,7 +51,7 @@ def stub(text):
 def _replacement(m):
     indent, starter = m[1], m[3]
     if starter is None:
-        return indent + STUB.format(indent)
+        return f"{indent}# YOUR CODE HERE\n{indent}raise NotImplementedError"
     lines = starter.splitlines()
     if not all(re.match(rf"{indent}#( |$)", line) for line in lines if line.strip()):
         raise CourseError("a STARTER block must be commented out with `# ` at the block's indentation")

@@ -1,7 +1,4 @@
-"""Notebooks as plain JSON: find lessons, read and write them, list their exercises.
-
-No nbformat here, so that `course list` answers at once.
-"""
+"Notebooks as plain JSON, without nbformat, so that `course list` answers at once."
 
 import hashlib
 import json
@@ -31,10 +28,9 @@ def load(path):
     except OSError as e:
         raise CourseError(f"{path} can't be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        cure = f"`course reset {Path(path).stem[3:]}` gives a fresh copy and keeps this one aside"
         if Path(path).parent in (NBS, LESSONS):
             cure = "take it from git again"
-        else:
-            cure = f"`course reset {Path(path).stem[3:]}` gives a fresh copy and keeps this one aside"
         raise CourseError(f"{path} is not a notebook (damaged JSON, or no cells): {cure}") from None
     return nb
 
@@ -45,7 +41,7 @@ def dump(nb):
 
 
 def save(nb, path):
-    "Write a notebook so that a reader sees the old one or the new one whole."
+    "Write a notebook, as `write` does."
     write(dump(nb), path)
 
 
@@ -97,11 +93,9 @@ def digest(data):
 
 def lesson_hash(nb):
     "The version of a lesson: its cells' ids, types, tags, exercises and sources."
+    rows = [(c, c["metadata"].get("exercise")) for c in nb["cells"]]
     return digest(
-        [
-            [c.get("id"), c["cell_type"], sorted(tags(c)), c["metadata"].get("exercise"), source(c)]
-            for c in nb["cells"]
-        ]
+        [[c.get("id"), c["cell_type"], sorted(tags(c)), exercise, source(c)] for c, exercise in rows]
     )
 
 
@@ -134,7 +128,7 @@ def progress(work):
 
 
 def lessons(folder=None):
-    "The lessons in a folder, which is lessons/ unless it is given, by number: {'06': path}."
+    "The lessons in a folder, lessons/ unless another is given, by number: {'06': path}."
     return {p.name[:2]: p for p in sorted((folder or LESSONS).glob("[0-9][0-9]_*.ipynb"))}
 
 

@@ -4,10 +4,11 @@ A number from a recording carries its figure's name, one from a source `<!--cite
 definition or an instruction `<!--given-->`.
 """
 
+import ast
 import re
 from decimal import Decimal
 
-from course_lib.authoring import notebook
+from course_lib.authoring import notebook, stamps
 
 NUMBER = r"[-−]?\d[\d,]*(?:\.\d+)?"
 NAME = r"<!--\s*([a-z]\w*\.[\w.]+)\s*-->"
@@ -90,8 +91,14 @@ def problems(nb, figures):
 
 
 def noted(nb):
-    "A pattern for each figure that the code may note: names, and f-strings with a gap for each value."
-    code = "\n".join(notebook.source(c) for c in nb["cells"] if c["cell_type"] == "code")
+    "The figures that the code may note, as patterns: `toy.rate`, and `toy.rate.*` of an f-string."
+    trees = [tree for _, tree, *_ in stamps.flow(nb) if tree]
+    nodes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant | ast.JoinedStr)]
+    pieces = {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in n.values}
+    whole = [getattr(n, "values", [n]) for n in nodes if id(n) not in pieces]
+    names = {
+        "".join(str(getattr(v, "value", "")) if isinstance(v, ast.Constant) else "*" for v in w)
+        for w in whole
+    }
     slug = nb["metadata"]["course"]["slug"]
-    names = re.findall(rf"""["']({slug}\.(?!\d)[\w.{{}}\[\]()'"]*?[\w}}])["']""", code)
-    return [re.compile(re.sub(r"\\\{.*?\\\}", r"[\\w.]+", re.escape(n))) for n in names]
+    return sorted(n for n in names if re.fullmatch(rf"{slug}\.(?!\d+$)[\w.*]+", n))

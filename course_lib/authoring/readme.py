@@ -8,7 +8,7 @@ from course_lib.authoring.notebook import CourseError
 
 
 def refreshed(lessons):
-    "README.md's text with its derived parts made anew from `lessons` ({stem: worked notebook}) and the figures."
+    "README.md's text with its derived parts made anew: from `lessons` ({stem: worked notebook}) and figures."
     path = notebook.ROOT / "README.md"
     try:
         text = path.read_text(encoding="utf-8")
@@ -25,26 +25,25 @@ def refreshed(lessons):
 
 def lesson_map(lessons):
     "A table for each part: number, title (a link), minutes, what it needs, number of exercises."
-    out, part = [], None
+    parts = {}
     for stem, nb in lessons.items():
         c = nb["metadata"]["course"]
-        if c["part"] != part:
-            part = c["part"]
-            out += ["", f"**{part}**", "", "| | lesson | minutes | needs | exercises |"]
-            out += ["| --- | --- | --: | --- | --: |"]
-        title = f"[{c['title']}](lessons/{stem}.ipynb)"
-        out.append(_row(stem[:2], title, c["minutes"], c["needs"], len(notebook.exercises(nb))))
-    return "\n".join([*out[1:], ""]) if out else "None yet.\n"
+        title, count = f"[{c['title']}](lessons/{stem}.ipynb)", len(notebook.exercises(nb))
+        parts.setdefault(c["part"], []).append((stem[:2], title, c["minutes"], c["needs"], count))
+    head = ("", "lesson", "minutes", "needs", "exercises")
+    return "\n".join(f"**{part}**\n\n{_table(head, rows)}" for part, rows in parts.items()) or "None yet.\n"
 
 
 def figure_table(figures):
     "The recorded figures: name, value, unit, bar, machine, date."
-    if not figures:
-        return "None recorded yet.\n"
-    out = ["| figure | value | unit | bar | machine | date |", "| --- | --: | --- | --- | --- | --- |"]
-    for f in figures:
-        out.append(_row(f"`{f['name']}`", recorded.shown(f), f["unit"], bar(f), f["machine"], f["date"]))
-    return "\n".join([*out, ""])
+    rows = [
+        (f"`{f['name']}`", recorded.shown(f), f["unit"], bar(f), f["machine"], f["date"]) for f in figures
+    ]
+    return (
+        _table(("figure", "value", "unit", "bar", "machine", "date"), rows)
+        if rows
+        else "None recorded yet.\n"
+    )
 
 
 def bar(figure):
@@ -55,6 +54,10 @@ def bar(figure):
     return f"{sign} {figure['bar']['value']:g}"
 
 
-def _row(*cells):
-    cells = (re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in cells)
-    return f"| {' | '.join(cells)} |"
+def _table(head, rows):
+    "A Markdown table; numbers stand right."
+    right = ["--:" if name in ("minutes", "exercises", "value") else "---" for name in head]
+    rows = [
+        [re.sub(r"\s+", " ", str(cell)).replace("|", "\\|") for cell in row] for row in (head, right, *rows)
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -14,7 +14,7 @@ def module(nb, stem):
     Raises CourseError where a solution reads a name that no import and no exercise's cell gives.
     """
     bodies, exercises, reads, defines = [], {}, {}, set()
-    for cell, tree, _, _, imported in stamps.flow(nb):
+    for cell, tree, _, _, imported in stamps.flow(nb):  # noqa: B007  read below
         if "exercise" in notebook.tags(cell):
             text = markers.solved(notebook.python(cell))
             bodies.append(_without_expressions(text))
@@ -28,9 +28,7 @@ def module(nb, stem):
     outside = {n: c for n, c in reads.items() if n not in defines and not hasattr(builtins, n)}
     for name, cell in outside.items():
         if name not in imported:
-            rules.refuse(
-                stem, cell, f"the solution reads {name}, which no import and no exercise's cell gives"
-            )
+            rules.refuse(stem, cell, f"its answer reads {name}, which no import and no exercise defines")
     lines = sorted({imported[n][0] for n in outside}, key=lambda line: (line.startswith("from"), line))
     table = "".join(f"    {k!r}: {v!r},\n" for k, v in exercises.items())
     parts = ["\n".join(lines), *bodies, f"EXERCISES = {{\n{table}}}\n"]

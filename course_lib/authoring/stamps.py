@@ -8,13 +8,14 @@ and imports that a cell does not use change nothing.
 import ast
 import dis
 import functools
+import re
 import types
 
 from course_lib.authoring import notebook
 
 
 class Names:
-    "The names that code takes from outside (`reads`), binds (`defines`), and writes into (`changes`: `x[0] = 1`)."
+    "The names that code takes from outside (`reads`), binds (`defines`), and writes into (`changes`: `x.a = 1`)."
 
     def __init__(self, tree):
         self.reads, self.defines = _follow(compile(tree, "cell", "exec"))
@@ -23,7 +24,7 @@ class Names:
 
 
 def _follow(code):
-    "(reads, defines) of bytecode, whose instructions are in the order of execution: `x = f(x)` loads x first."
+    "(reads, defines) of bytecode, which is in the order of execution: `x = f(x)` loads x first."
     reads, defines, later = set(), set(), set()
     for i in dis.get_instructions(code):
         if i.opname == "STORE_NAME":
@@ -91,17 +92,11 @@ def hashes(nb):
             found[cell["id"]] = notebook.digest(notebook.source(cell))
             continue
         needs = {found[givers[n]["id"]] for n in names.reads if n in givers}
-        paths = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name | ast.Attribute) and (root := _root(node)) in imported:
-                rest = ast.unparse(node).removeprefix(root)  # .ridge of roofline.ridge
-                paths |= (
-                    {imported[root][1] + rest} if rest.replace(".", "").isidentifier() or not rest else set()
-                )
-        code = {k: v for path in sorted(paths) for k, v in library(path).items()}
-        found[cell["id"]] = notebook.digest(
-            [_plain(tree), sorted(needs), sorted(paths), sorted(code.items())]
-        )
+        dotted = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Name | ast.Attribute)}
+        chains = [name.partition(".") for name in dotted if re.fullmatch(r"[\w.]+", name)]
+        paths = sorted(imported[root][1] + dot + rest for root, dot, rest in chains if root in imported)
+        code = {k: v for path in paths for k, v in library(path).items()}
+        found[cell["id"]] = notebook.digest([_plain(tree), sorted(needs), paths, sorted(code.items())])
     return found
 
 
@@ -147,7 +142,7 @@ def _definitions(root, module):
 
 
 def _plain(node):
-    "A syntax tree as JSON, alike under every version of Python; without docstrings, imports and empty fields."
+    "A syntax tree as JSON, alike in every version of Python; without docstrings, imports and empty fields."
     if isinstance(node, list):
         return [_plain(n) for n in node if not isinstance(n, ast.Import | ast.ImportFrom)]
     if not isinstance(node, ast.AST):
@@ -157,7 +152,6 @@ def _plain(node):
         fields["body"] = node.body[1:]
     if isinstance(node, ast.JoinedStr):  # some versions add empty pieces
         fields["values"] = [v for v in node.values if getattr(v, "value", 1) != ""]
-    kept = {
-        k: v for k, v in fields.items() if v not in (None, []) and k not in ("ctx", "kind", "type_comment")
-    }
-    return [type(node).__name__, {k: _plain(v) for k, v in kept.items()}]
+    for k in ("ctx", "kind", "type_comment"):
+        fields.pop(k, None)
+    return [type(node).__name__, {k: _plain(v) for k, v in fields.items() if v not in (None, [])}]
