@@ -1,5 +1,6 @@
 "`course check`: judge the learner's notebooks, say what is wrong, note the progress."
 
+import functools
 import os
 import sys
 
@@ -36,7 +37,8 @@ def _check(path, args):
     if chosen and not chosen <= set(exercises):
         raise CourseError(f"{topic} has no exercise {args.exercise}; it has {', '.join(exercises)}")
     print(f"{mine}: only the cells that the checks need are executed")
-    verdicts, notes = judge.judge(lesson, nb, topic, chosen, args.timeout, _memory_limit(), args.work, _say)
+    say = functools.partial(print, flush=True)
+    verdicts, notes = judge.judge(lesson, nb, topic, chosen, args.timeout, _memory_limit(), args.work, say)
     width = max(len(title) for title in exercises.values())
     for name, why in verdicts.items():
         print(f"{name}  {exercises[name]:<{width}}  {f'not passed: {why}' if why else 'passed'}")
@@ -58,10 +60,6 @@ def _memory_limit():
         return float(given) * 1e9 if given else min(0.6 * ram.total(), 0.9 * ram.available())
     except ValueError:
         raise CourseError(f"COURSE_MEMORY_GB is {given!r}; expected gigabytes, such as 8") from None
-
-
-def _say(text, end):
-    print(text, end=end, flush=True)
 
 
 def _next(work, topic, exercises):

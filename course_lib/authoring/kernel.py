@@ -92,13 +92,13 @@ class _Client(NotebookClient):
 class Session:
     """A fresh kernel in folder `cwd`, in a `with` block: `execute` takes its `cells` by their number.
 
-    `cells` are dicts as in a notebook. `timeout` is in seconds for each cell, `memory` in bytes for the
-    kernel and its children; None means no limit. `env` adds environment variables. Raises CourseError when
-    no kernel starts.
+    `cells` are code cells as dicts. `timeout` is in seconds for each cell, `memory` in bytes for the kernel
+    and its children; None means no limit. `env` adds environment variables. Raises CourseError when no
+    kernel starts.
     """
 
     def __init__(self, cells, cwd, timeout=None, memory=None, env=None):
-        cells = [{"outputs": [], "execution_count": None, **c} for c in cells if c["cell_type"] == "code"]
+        cells = [{**c, "outputs": [], "execution_count": None} for c in cells]
         self.nb = nbformat.from_dict({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
         self.cwd, self.timeout, self.memory = str(cwd), timeout, memory
         # The kernel's folder is not the repository: a project that is not installed is found by its path.
