@@ -181,11 +181,13 @@ class Session:
 
     def _over_limit(self, seconds):
         if self.timeout and seconds > self.timeout:
-            return f"time limit: it ran longer than {self.timeout:g} s"
+            return f"time limit: it ran longer than {self.timeout:g} s (an endless loop?)"
         if self.memory and sum(self._each(_memory)) > self.memory:
-            return f"it used more than {self.memory / 1e9:.3g} GB of memory"
+            return (
+                f"it used more than {self.memory / 1e9:.3g} GB of memory (does something grow without end?)"
+            )
         if self._client.printed > FLOOD:
-            return f"it printed more than {FLOOD // 1_000_000} MB"
+            return f"it printed more than {FLOOD // 1_000_000} MB (a print in a loop?)"
         return ""
 
     def _each(self, act):
