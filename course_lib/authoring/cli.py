@@ -67,7 +67,6 @@ def parser():
     add["record"].add_argument("--parallel", action="store_true", help="lessons side by side, a GPU for each")
     add["record"].add_argument("--out", type=Path, metavar="DIR", help="write the notebooks there")
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
-    add["record"].add_argument("--dirty", action="store_true", help="course_lib has uncommitted changes")
     add["record"].add_argument("--dirty", action="store_true", help="the tree has uncommitted changes")
     return top
 

@@ -42,7 +42,9 @@ def warning(work, path):
         return str(e)
     if isinstance(mine, dict) and mine.get("version") == notebook.load(path)["metadata"]["course"]["version"]:
         return ""
-    return f"{topic} is from another version, and still works; `course reset {topic}` gives today's, keeps yours"
+    return (
+        f"{topic} is from another version, and still works; `course reset {topic}` gives today's, keeps yours"
+    )
 
 
 def lab_cmd(args):
