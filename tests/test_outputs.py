@@ -39,7 +39,7 @@ PLOT = png()
 HOME, TEMP = str(Path.home()), tempfile.gettempdir()
 CLEANED = {
     f"{HOME}/course/nbs/x.ipynb": "x.ipynb",
-    f"see {sys.base_prefix}/lib/python3.12/site-packages/torch/fx.py:12: UserWarning": "see fx.py:12: UserWarning",
+    f"{sys.base_prefix}/lib/python3.12/site-packages/torch/fx.py:12: UserWarning": "fx.py:12: UserWarning",
     f"{TEMP}/ipykernel_42/123.py:1: FutureWarning": "cell:1: FutureWarning",
     f"'{HOME}/.cache/course', '{outputs.notebook.ROOT}/nbs'": "'course', 'nbs'",
     "<function f at 0x7f2a11223344>": "<function f at 0x…>",
