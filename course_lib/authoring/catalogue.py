@@ -27,20 +27,16 @@ def lessons(work):
     rows = []
     for number, (path, worked) in published().items():
         nb, topic = notebook.load(path), path.stem[3:]
-        course, passed, count = nb["metadata"].get("course", {}), progress.passed(work, topic), mutants(topic)
+        passed, count, stamp = progress.passed(work, topic), mutants(topic), notebook.stamp(worked)
+        row = {"number": number, "slug": topic, "exercises": []}
         try:
-            rows.append(
-                {"number": number, "slug": topic}
-                | {k: course[k] for k in ("title", "part", "minutes", "needs")}
-                | {"exercises": [
-                    {"id": e["id"], "title": e["title"], "mutants": count.get(e["id"], 0)}
-                    | {"passed": e["title"] in passed} for e in notebook.exercises(nb)]}
-                | {"recorded": {k: worked["metadata"]["recorded"].get(k) for k in ("gpu", "torch", "date")}}
-            )  # fmt: skip
+            row |= {k: nb["metadata"]["course"][k] for k in ("title", "part", "minutes", "needs")}
+            for e in notebook.exercises(nb):
+                about = {"mutants": count.get(e["id"], 0), "passed": e["title"] in passed}
+                row["exercises"].append({"id": e["id"], "title": e["title"], **about})
         except (KeyError, TypeError):
-            raise CourseError(
-                f"lessons/{path.name} lacks its metadata: `course build` makes it again"
-            ) from None
+            raise CourseError(f"{path} lacks its metadata: `course build` makes it again") from None
+        rows.append(row | {"recorded": {k: stamp.get(k) for k in ("gpu", "torch", "date")}})
     return rows
 
 

@@ -1,9 +1,8 @@
 "`course check`: judge the learner's notebooks, say what is wrong, note the progress."
 
+import functools
 import os
-import shutil
 import sys
-import textwrap
 
 from course_lib import ram
 from course_lib.authoring import catalogue, judge, lab, notebook, progress
@@ -38,12 +37,13 @@ def _check(path, args):
     if chosen and not chosen <= set(exercises):
         raise CourseError(f"{topic} has no exercise {args.exercise}; it has {', '.join(exercises)}")
     print(f"{mine}: only the cells that the checks need are executed")
-    verdicts, notes = judge.judge(lesson, nb, topic, chosen, args.timeout, _memory_limit(), args.work, _say)
+    say = functools.partial(print, flush=True)
+    verdicts, notes = judge.judge(lesson, nb, topic, chosen, args.timeout, _memory_limit(), args.work, say)
     width = max(len(title) for title in exercises.values())
     for name, why in verdicts.items():
-        head = f"{name}  {exercises[name]:<{width}}  "
-        print(_wrapped(head, f"not passed: {why}" if why else "passed"))
-    print(*(_wrapped("note: ", n) for n in notes), sep="\n", end="\n" * bool(notes))
+        print(f"{name}  {exercises[name]:<{width}}  {f'not passed: {why}' if why else 'passed'}")
+    for note in notes:
+        print(f"note: {note}")
     print(f"{sum(not why for why in verdicts.values())} of {len(verdicts)} passed")
     try:
         progress.save(args.work, topic, lesson, verdicts)
@@ -60,16 +60,6 @@ def _memory_limit():
         return float(given) * 1e9 if given else min(0.6 * ram.total(), 0.9 * ram.available())
     except ValueError:
         raise CourseError(f"COURSE_MEMORY_GB is {given!r}; expected gigabytes, such as 8") from None
-
-
-def _say(text, end):
-    print(text, end=end, flush=True)
-
-
-def _wrapped(head, text):
-    width = max(shutil.get_terminal_size((100, 24)).columns, 70)
-    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * len(head),
-                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
 
 
 def _next(work, topic, exercises):

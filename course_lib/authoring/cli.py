@@ -48,13 +48,11 @@ def parser():
     add["run"].add_argument("--all", action="store_true", help="every lesson")
     add["check"].add_argument("lessons", nargs="+", **LESSON)
     add["check"].add_argument("--exercise", metavar="N", help="judge this one alone: 3 or roofline.3")
-    add["check"].add_argument(
-        "--timeout", type=float, default=120, metavar="S", help="seconds a cell; default: 120"
-    )
+    add["check"].add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a cell")
     add["reset"].add_argument("lesson", **LESSON)
     for name in ("list", "lab", "check", "reset"):
         add[name].add_argument(
-            "--work", type=Path, default=notebook.WORK, metavar="DIR", help="your copies; default: work/"
+            "--work", type=Path, default=notebook.WORK, metavar="DIR", help="default: work/"
         )
     add["build"].add_argument(
         "--check", action="store_true", help="write nothing; fail where something is behind"
@@ -67,7 +65,7 @@ def parser():
     add["record"].add_argument("--parallel", action="store_true", help="lessons side by side, a GPU for each")
     add["record"].add_argument("--out", type=Path, metavar="DIR", help="write the notebooks there")
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
-    add["record"].add_argument("--dirty", action="store_true", help="the tree has uncommitted changes")
+    add["record"].add_argument("--dirty", action="store_true", help="course_lib has uncommitted changes")
     return top
 
 
@@ -82,8 +80,8 @@ def main(argv=None):
     try:
         if not notebook.LESSONS.is_dir() and not notebook.NBS.is_dir():
             raise notebook.CourseError(
-                f"course needs the course's notebooks, and {notebook.ROOT} has none: clone the repository and run "
-                f"`make lab` there, or set COURSE_ROOT to a clone"
+                f"course needs the course's notebooks, and {notebook.ROOT} has none: "
+                f"clone the repository and run `make lab` there, or set COURSE_ROOT to a clone"
             )
         module, function, _ = COMMANDS[args.command]
         return getattr(importlib.import_module(f"course_lib.authoring.{module}"), function)(args) or 0

@@ -3,7 +3,6 @@
 import json
 
 from course_lib.authoring import catalogue, notebook
-from course_lib.authoring.notebook import CourseError
 
 WAYS = {
     "gpu": "everything, on the GPU",
@@ -17,26 +16,24 @@ WAYS = {
 def lessons(abilities):
     """What each lesson can do here: [{number, title, way, skipped}], from `machine.abilities()`.
 
-    `way` is a key of WAYS; a lesson says what it does without a GPU in `metadata.course.without_gpu`.
-    `skipped` is the number of cells that need a GPU and find none.
+    `way` is a key of WAYS; `skipped`, the number of cells that need a GPU and find none.
     """
     rows = []
     for number, (_, nb) in catalogue.published().items():
-        course, gpu = nb["metadata"]["course"], abilities["gpu"]
-        way = "gpu" if gpu else course.get("without_gpu", "cpu")
-        if way == "interpreter" and not abilities["triton"]:
+        course, cells = nb["metadata"]["course"], sum(notebook.needs_gpu(c) for c in nb["cells"])
+        way = course.get("without_gpu", "cpu")
+        if abilities["gpu"]:
+            way, cells = "gpu", 0
+        elif way == "interpreter" and not abilities["triton"]:
             way = "none"
-        skipped = 0 if gpu else sum(notebook.needs_gpu(c) for c in nb["cells"])
-        rows.append({"number": number, "title": course["title"], "way": way, "skipped": skipped})
+        rows.append({"number": number, "title": course["title"], "way": way, "skipped": cells})
     return rows
 
 
 def doctor_cmd(args):
     "Print what this machine is, what it measures, and the lessons; a table, or JSON."
-    try:
-        from course_lib import machine
-    except ImportError as e:
-        raise CourseError(f"{e}: run `make venv`, or `pip install -e .[dev]`") from None
+    from course_lib import machine  # imports torch
+
     found = machine.report()
     found["lessons"] = lessons(found["abilities"])
     print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else text(found))

@@ -39,7 +39,7 @@ class Step:
             tree = ast.parse(notebook.python({"source": self.source}))
             names, modules = stamps.Names(tree), set(stamps.imports(tree))
             self.reads = names.reads
-            # Whether a name gets a new object there, or the object that it has is changed.
+            # {name: whether it is bound to a new object; else its object is changed}
             self.binds = dict.fromkeys(names.changes, False) | dict.fromkeys(names.defines | modules, True)
             imports = all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body)
             start = re.search(r"machine\.start\(|import \*|^%(?!%gpu)", self.source, re.MULTILINE)
@@ -49,9 +49,9 @@ class Step:
 def judge(lesson, mine, topic, chosen, timeout, memory, folder, say):
     """Judge the notebook `mine` by `lesson`, both dicts: ({exercise: what is wrong, or ''}, notes).
 
-    `chosen` are ids of exercises, or None for all; `timeout` is in seconds for a cell, `memory` in bytes. Cells
-    see the files of `folder`, where the learner's notebook is; `say` hears of each cell as it runs. A cell that
-    ends the kernel is left out of a second execution, so that the other exercises are judged.
+    `chosen` are ids of exercises, or None for all; `timeout` is in seconds for a cell, `memory` in bytes.
+    Cells see the files of `folder`, where the learner's notebook is; `say` hears of each cell as it runs.
+    A cell that ends the kernel is left out of a second execution: the other exercises are judged.
     """
     wanted = {e["id"]: e["cell"] for e in notebook.exercises(lesson) if chosen is None or e["id"] in chosen}
     steps, verdicts = _steps(lesson, mine), {}
@@ -83,7 +83,12 @@ def judge(lesson, mine, topic, chosen, timeout, memory, folder, say):
     again = f"`course reset {topic}` gives a fresh copy and keeps yours under its date"
     for name, cell in wanted.items():
         verdicts.setdefault(name, f"its check cell `{cell}` is missing; {again}")
-    notes = _notes(lesson, mine, [steps[i].checks for i in checks], again)
+    claims = [steps[i].checks for i in checks]
+    notes = [f"{name} has several check cells; one that passes is enough"
+             for name in wanted if claims.count(name) > 1]  # fmt: skip
+    course = mine["metadata"].get("course")
+    if not isinstance(course, dict) or course.get("version") != lesson["metadata"]["course"].get("version"):
+        notes.append(f"this notebook is from another version; today's checks judge it, and {again}")
     return {name: verdicts[name] for name in wanted}, notes
 
 
@@ -158,18 +163,6 @@ def _steps(lesson, mine):
             shown = name if name in known else (text.strip().splitlines() or [""])[0][:40]
             steps.append(Step(shown, text, answers=answers.get(name, ""), own=own))
     return steps
-
-
-def _notes(lesson, mine, checks, again):
-    course, notes = mine["metadata"].get("course"), []
-    if not isinstance(course, dict) or course.get("version") != lesson["metadata"]["course"].get("version"):
-        notes.append(
-            f"this notebook is from another version of the lesson; today's checks judge it, and {again}"
-        )
-    several = sorted({name for name in checks if checks.count(name) > 1})
-    return notes + [
-        f"{name} has {checks.count(name)} check cells; one that passes is enough" for name in several
-    ]
 
 
 def _link_beside(folder, scratch):

@@ -76,9 +76,9 @@ class _ThisEnvironment(KernelSpecManager):
 
 
 class _Client(NotebookClient):
-    "nbclient with bounded output, and with the last reply kept: an unknown magic sends no error but there."
+    "nbclient with bounded output."
 
-    printed, reply = 0, {}
+    printed = 0
 
     def output(self, outs, msg, display_id, cell_index):
         content = msg["content"]
@@ -88,20 +88,17 @@ class _Client(NotebookClient):
             return super().output(outs, msg, display_id, cell_index)
         return None
 
-    async def _check_raise_for_error(self, cell, cell_index, exec_reply):
-        self.reply = exec_reply["content"]
-
 
 class Session:
     """A fresh kernel in folder `cwd`, in a `with` block: `execute` takes its `cells` by their number.
 
-    `cells` are dicts as in a notebook. `timeout` is in seconds for each cell, `memory` in bytes for the
-    kernel and its children; None means no limit. `env` adds environment variables. Raises CourseError when
-    no kernel starts.
+    `cells` are code cells as dicts. `timeout` is in seconds for each cell, `memory` in bytes for the kernel
+    and its children; None means no limit. `env` adds environment variables. Raises CourseError when no
+    kernel starts.
     """
 
     def __init__(self, cells, cwd, timeout=None, memory=None, env=None):
-        cells = [{"outputs": [], "execution_count": None, **c} for c in cells if c["cell_type"] == "code"]
+        cells = [{**c, "outputs": [], "execution_count": None} for c in cells]
         self.nb = nbformat.from_dict({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
         self.cwd, self.timeout, self.memory = str(cwd), timeout, memory
         # The kernel's folder is not the repository: a project that is not installed is found by its path.
@@ -113,6 +110,9 @@ class Session:
         # Merging streams is ours: nbclient's regular expressions take minutes on a line of a megabyte.
         options = {"coalesce_streams": False, "record_timing": False, "shutdown_kernel": "immediate"}
         options |= {"timeout": None, "iopub_timeout": 30, "allow_errors": True}
+        options |= {
+            "on_cell_executed": lambda cell, cell_index, execute_reply: self._reply.update(execute_reply)
+        }
         self._client = client = _Client(self.nb, **options)
         client.km = AsyncKernelManager(
             kernel_spec_manager=_ThisEnvironment(), connection_file=os.path.join(self.cwd, ".kernel.json")
@@ -138,7 +138,7 @@ class Session:
     def execute(self, index):
         "Execute a cell; returns a `Ran`."
         client, cell, alive = self._client, self.nb.cells[index], True
-        client.printed, client.reply, self._stopped, self._stopped_at = 0, {}, "", None
+        client.printed, self._reply, self._stopped, self._killed_at = 0, {}, "", None
         self._began = time.monotonic()
         try:
             client.execute_cell(cell, index)
@@ -146,13 +146,14 @@ class Session:
             alive = False
         ran = Ran(_merged(cell["outputs"]), cell.get("execution_count"), alive=alive, stopped=self._stopped)
         ran.seconds = time.monotonic() - self._began
-        if client.reply.get("status") == "error":
-            ran.ename, ran.evalue = client.reply.get("ename", "Error"), client.reply.get("evalue", "")
+        reply = self._reply.get("content", {})
+        if reply.get("status") == "error":  # an unknown magic says so here alone, and sends no error output
+            ran.ename, ran.evalue = reply.get("ename", "Error"), reply.get("evalue", "")
         if not alive and not ran.stopped:
             code = client.km.provisioner.process.poll() or 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
             ran.stopped = f"the kernel died {how}"
-        if any(p.get("source") == "ask_exit" for p in client.reply.get("payload", [])):
+        if any(p.get("source") == "ask_exit" for p in reply.get("payload", [])):
             ran.stopped, ran.alive = "exit() or quit() ended the kernel; remove it", False
         return ran
 
@@ -169,47 +170,38 @@ class Session:
             except queue.Empty:
                 if time.monotonic() >= end:
                     raise
-            if self._stopped_at is None:
-                self._stopped = self._over_limit()
-                if self._stopped:
-                    self._stopped_at = time.monotonic()
-                    await self._client.km.interrupt_kernel()
-            # What eats memory may not react in time.
-            if self._stopped_at and time.monotonic() > self._stopped_at + GRACE * (
-                "memory" not in self._stopped
-            ):
+            now = time.monotonic()
+            if self._killed_at is None and (why := self._over_limit(now - self._began)):
+                # What eats memory may not react in time.
+                grace = 0 if "memory" in why else GRACE
+                self._stopped, self._killed_at = f"{why} and was stopped", now + grace
+                await self._client.km.interrupt_kernel()
+            elif self._killed_at is not None and now > self._killed_at:
                 self._kill()
 
-    def _over_limit(self):
-        if self.timeout and time.monotonic() > self._began + self.timeout:
-            return (
-                f"time limit: it ran longer than {self.timeout:g} s and was stopped; look for an endless loop"
-            )
-        if self.memory and self._used() > self.memory:
-            size = f"{self.memory / 1e9:.3g} GB of memory"
-            return f"it used more than {size} and was stopped; look for something that grows without end"
+    def _over_limit(self, seconds):
+        if self.timeout and seconds > self.timeout:
+            return f"time limit: it ran longer than {self.timeout:g} s"
+        if self.memory and sum(self._each(_memory)) > self.memory:
+            return f"it used more than {self.memory / 1e9:.3g} GB of memory"
         if self._client.printed > FLOOD:
-            return f"it printed more than {FLOOD // 1_000_000} MB and was stopped; look for a print in a loop"
+            return f"it printed more than {FLOOD // 1_000_000} MB"
         return ""
 
-    def _processes(self):
+    def _each(self, act):
+        "`act` on the kernel's children and the kernel; those that have just ended are left out."
         with contextlib.suppress(psutil.Error):
-            return [*self._process.children(recursive=True), self._process]
-        return []
-
-    def _used(self):
-        "Bytes of the kernel and its children, in fair shares of what they share."
-        used = 0
-        for p in self._processes():
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                found = p.memory_full_info()
-                used += getattr(found, "pss", found.rss)
-        return used
+            for p in [*self._process.children(recursive=True), self._process]:
+                with contextlib.suppress(psutil.Error):
+                    yield act(p)
 
     def _kill(self):
-        for p in self._processes():
-            with contextlib.suppress(psutil.Error):
-                p.kill()
+        list(self._each(psutil.Process.kill))
+
+
+def _memory(process):
+    found = process.memory_full_info()
+    return getattr(found, "pss", found.rss)  # a fair share of what processes share
 
 
 def _merged(outputs):

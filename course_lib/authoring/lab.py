@@ -42,9 +42,7 @@ def warning(work, path):
         return str(e)
     if isinstance(mine, dict) and mine.get("version") == notebook.load(path)["metadata"]["course"]["version"]:
         return ""
-    return (
-        f"{topic} is from another version, and still works; `course reset {topic}` gives today's, keeps yours"
-    )
+    return f"{topic} is from another version; `course reset {topic}` gives today's and keeps yours"
 
 
 def lab_cmd(args):
@@ -52,15 +50,18 @@ def lab_cmd(args):
     rows = catalogue.lessons(args.work)
     if not rows and not args.lesson:
         raise CourseError("there are no lessons yet: `course build` makes them from nbs/")
-    number = (
-        notebook.resolve(args.lesson) if args.lesson else catalogue.first_unsolved(rows) or rows[0]["number"]
-    )
+    first = args.lesson or catalogue.first_unsolved(rows) or rows[0]["number"]
+    number = notebook.resolve(first)
     path, work = notebook.lessons()[number], args.work.absolute()
     copy_missing(work, path)
     if line := warning(work, path):
         print(line, file=sys.stderr)
     _require_jupyterlab()
-    _require_free(args.port)
+    with socket.socket() as s:
+        if not 0 < args.port < 65536 or s.connect_ex(("127.0.0.1", args.port)) == 0:
+            raise CourseError(
+                f"port {args.port} can't be used: end the JupyterLab that may hold it, or try another --port"
+            )
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
     page = f"/lab/tree/{copy_of(path, work).name}"
     print(f"JupyterLab on lesson {number}: http://localhost:{args.port}{page}?token={token}")
@@ -86,29 +87,14 @@ def _require_jupyterlab():
         )
     from jupyter_client.kernelspec import KernelSpecManager
 
-    try:
-        program = KernelSpecManager().get_kernel_spec("python3").argv[0]
-    except Exception:  # absent or damaged, in several ways
-        program = f"{os.sep}nothing"
-    # A bare `python` is replaced by Jupyter with the Python that it runs on. Folders are compared unresolved:
-    # an environment's python is a link to one that lacks its packages.
-    if os.sep in program and Path(program).absolute().parent != Path(sys.executable).absolute().parent:
+    # Jupyter has this Python's kernel where none is installed, and replaces a bare `python` with this one.
+    # Folders are compared unresolved: an environment's python is a link to one that lacks its packages.
+    program = Path(KernelSpecManager().get_kernel_spec("python3").argv[0])
+    if program.is_absolute() and program.parent != Path(sys.executable).absolute().parent:
         raise CourseError(
             f"the kernel python3, which the lessons name, runs {program} and not {sys.executable}: "
             f"`{sys.executable} -m ipykernel install --sys-prefix` fixes it"
         )
-
-
-def _require_free(port):
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as e:
-            raise CourseError(
-                f"port {port} can't be used ({e}): another JupyterLab may hold it; end that one, or try "
-                f"`course lab --port {port + 1 if 0 < port < 65535 else 8888}`"
-            ) from None
 
 
 def reset_cmd(args):

@@ -28,7 +28,7 @@ def load(path):
     except OSError as e:
         raise CourseError(f"{path} can't be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        cure = f"`course reset {Path(path).name[:2]}` gives a fresh copy and keeps this one aside"
+        cure = f"`course reset {Path(path).stem[3:]}` gives a fresh copy and keeps this one aside"
         if Path(path).parent in (NBS, LESSONS):
             cure = "take it from git again"
         raise CourseError(f"{path} is not a notebook (damaged JSON, or no cells): {cure}") from None
@@ -139,7 +139,7 @@ def resolve(word, folder=None):
     """
     known, stem = lessons(folder), Path(str(word)).stem
     for number, path in known.items():
-        if stem in (number, number.lstrip("0"), path.stem, path.stem[3:]):
+        if stem in (number, number.lstrip("0"), path.stem[3:]) or stem[2:] == path.stem[2:]:
             return number
     listed = ", ".join(f"{p.stem[:2]} {p.stem[3:]}" for p in known.values()) or "none yet"
     raise CourseError(f"there is no lesson {word!r}; the lessons are: {listed}")

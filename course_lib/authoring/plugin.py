@@ -8,6 +8,8 @@ import os
 
 import pytest
 
+from course_lib.authoring import kernel
+
 
 def pytest_configure(config):
     config.option.nbval_current_env = True  # an unknown kernel name would fail every cell
@@ -26,11 +28,9 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     done = yield
-    source = getattr(item, "cell", {}).get("source", "")
-    if source.startswith("%%gpu"):
-        from course_lib import machine  # costs seconds, and only notebooks with such cells need it
-
+    if getattr(item, "cell", {}).get("source", "").startswith("%%gpu"):
         said = "".join(out.get("text", "?\n") for out in item.test_outputs)
-        if not machine.has_gpu() and not (said.startswith("Needs a CUDA GPU") and said.count("\n") == 1):
+        right = said.startswith("Needs a CUDA GPU") and said.count("\n") == 1
+        if not right and not kernel.has_cuda():
             pytest.fail(f"without a GPU the cell must print one line, and it printed {said[:200]!r}")
     return done

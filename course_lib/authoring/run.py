@@ -35,7 +35,7 @@ def execute(nb, name, timeout=None, ask=None, env=None):
     for the lines that are printed; `ask` is code to run at the end, its print kept; `env` adds variables.
     """
     cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
-    cells = [{**c, "source": notebook.source(c), "outputs": [], "execution_count": None} for c in cells]
+    cells = [{**c, "source": notebook.source(c)} for c in cells]
     last = {"cell_type": "code", "id": "ask", "metadata": {}, "source": ask or "pass"}
     result = Execution()
     with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
