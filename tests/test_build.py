@@ -5,7 +5,7 @@ import re
 import pytest
 import small_course
 
-from course_lib.authoring import build, notebook, solutions
+from course_lib.authoring import answers, build, notebook
 
 ROOT = small_course.REPOSITORY
 
@@ -247,4 +247,4 @@ def test_solutions_are_the_exercises_cells_and_their_imports():
     nb["cells"].insert(0, small_course.code("imports", ""))
     for name, text in SOLVED.items():
         by_id(nb)[name]["source"] = text
-    assert solutions.module(nb, "01_tiny") == SOLUTIONS
+    assert answers.module(nb, "01_tiny") == SOLUTIONS

@@ -1,7 +1,7 @@
 import pytest
 from small_course import STUB, code, markdown, worked
 
-from course_lib.authoring import build, solutions
+from course_lib.authoring import answers, build
 from course_lib.authoring.notebook import CourseError
 
 
@@ -108,5 +108,5 @@ def test_a_notebook_that_breaks_a_rule_is_refused(name):
     change(nb)
     with pytest.raises(CourseError, match=why) as e:
         build.lesson(nb, "01_tiny")
-        solutions.module(nb, "01_tiny")
+        answers.module(nb, "01_tiny")
     assert str(e.value).startswith("nbs/01_tiny.ipynb") and "\n" not in str(e.value)
