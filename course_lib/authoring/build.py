@@ -8,7 +8,7 @@ import base64
 import re
 import sys
 
-from course_lib.authoring import markers, notebook, readme, rules, solutions
+from course_lib.authoring import answers, markers, notebook, readme, rules
 from course_lib.authoring.notebook import CourseError
 
 
@@ -48,7 +48,7 @@ def _of_lesson(path):
     "The files made from a worked notebook, {path: bytes}, and the notebook. Raises CourseError."
     stem, nb = path.stem, notebook.load(path)
     files = {notebook.LESSONS / path.name: notebook.dump(lesson(nb, stem)).encode()}
-    files[_solutions(stem)] = solutions.module(nb, stem).encode()
+    files[_solutions(stem)] = answers.module(nb, stem).encode()
     for cell in nb["cells"]:  # README's picture is one that a lesson drew
         for out in cell.get("outputs", []) if "picture" in cell["metadata"] else []:
             if png := out.get("data", {}).get("image/png"):

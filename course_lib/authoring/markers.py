@@ -38,12 +38,13 @@ def stub(text):
                 f"the SOLUTION block at line {line} must be exactly the body of one function "
                 "or method after its docstring, indented like it"
             )
-    made = BLOCK.sub(_replacement, text)
-    if m := LIKE_A_MARKER.search(made):
+    rest = BLOCK.sub(lambda m: "\n" * m[0].count("\n"), text)
+    if m := LIKE_A_MARKER.search(rest):
         raise CourseError(
-            f"`{m[0]}` belongs to no block: from `### BEGIN SOLUTION` to `### END SOLUTION`, alone on their "
-            "lines and indented alike, with a STARTER block at once after it"
+            f"the marker at line {rest.count(chr(10), 0, m.start()) + 1} belongs to no block: BEGIN and END stand "
+            "alone on their lines as `### BEGIN SOLUTION`, indented alike, and a STARTER block follows at once"
         )
+    made = BLOCK.sub(_replacement, text)
     _parse(made, "the cell isn't valid Python once its blocks are replaced")
     return made
 
@@ -60,7 +61,7 @@ def _replacement(m):
 
 def _parse(text, rule):
     try:
-        return ast.parse(re.sub(r"\A%%gpu", "#", text))
+        return ast.parse(text)
     except (SyntaxError, ValueError) as e:
         raise CourseError(f"{rule} (line {getattr(e, 'lineno', None) or 1} is not)") from None
 

@@ -28,7 +28,7 @@ def _of_this_machine(host, home):
     names = "|".join(re.escape(n) for n in (host, host.split(".")[0]) if len(n) > 4 and n != "localhost")
     sep = re.escape(os.sep)
     return {
-        r"\S*ipykernel_\d+/\d+\.py": "cell",
+        r"ipykernel_\d+/\d+\.py": "cell",
         rf"(?<!\w)(?:{above}){sep}(?:[^\s'\":,()<>{sep}]+{sep})*": "",
         rf"(?<![\w-])(?:{names or '(?!)'})(?![\w-])": "host",
         r" at 0x[0-9a-fA-F]{8,}": " at 0x…",
