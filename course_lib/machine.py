@@ -253,14 +253,14 @@ def report():
 
     Sizes in bytes, rates in FLOP/s and bytes/s, launch cost in seconds. About two seconds the first time.
     """
-    import psutil
+    from course_lib import ram
 
     peak = peaks()
     properties = torch.cuda.get_device_properties(device()) if has_gpu() else None
     return {
         "device": name(),
         "type": device().type,
-        "ram_bytes": psutil.virtual_memory().total,
+        "ram_bytes": ram.total(),
         "gpu_memory_bytes": properties.total_memory if properties else None,
         "gpus": torch.cuda.device_count() if properties else 0,
         "cores": cores(),
