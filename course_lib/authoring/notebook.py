@@ -6,8 +6,9 @@ No nbformat here, so that `course list` answers at once.
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
+
+from course_lib import files
 
 # COURSE_ROOT names another checkout; tests point it at a small course of their own.
 ROOT = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent.parent)
@@ -63,19 +64,11 @@ def write(text, path):
 
     Raises CourseError where the folder is read-only or the disk is full.
     """
-    path, tmp = Path(path), None
     try:
-        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(fd, "w", encoding="utf-8", newline="\n") as f:
-            f.write(text)
-        os.chmod(tmp, 0o644)
-        os.replace(tmp, path)
-    except BaseException as e:
-        if tmp is not None:
-            Path(tmp).unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
-        raise
+        with files.replacing(path) as tmp:
+            tmp.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as e:
+        raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
 
 
 def source(cell):
