@@ -77,11 +77,6 @@ def test_parameter_count_of_a_bert_large_layer():
     assert sum(p.numel() for p in net.parameters()) == 12 * 1024**2 + 13 * 1024
 
 
-def test_width_must_divide():
-    with pytest.raises(ValueError, match="width 10 can't be split over 3 heads"):
-        models.Encoder(1, 10, 3)
-
-
 def test_meter_counts_forward_and_backward():
     meter = pytest.importorskip("course_lib.meter")
     net = models.Encoder(2, 16, 2, ffn=24)
