@@ -11,28 +11,17 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def test_a_known_sleep():
+    begin = time.perf_counter()
     t = timing.time(time.sleep, 0.004, seconds=0.2)
+    assert time.perf_counter() - begin < 0.5
     assert 0.004 <= t.low <= t.median <= t.high
-    assert t.low < 0.008
-    assert 5 <= t.runs <= 50
+    assert t.low < 0.008 and 5 <= t.runs <= 50
 
 
 def test_a_function_too_short_for_the_clock():
-    def nothing():
-        pass
-
-    t = timing.time(nothing, seconds=0.05)
+    t = timing.time(lambda: None, seconds=0.05)
     assert 0 < t.low <= t.median <= t.high
-    assert t.low < 1e-5
-    assert t.runs > 1000
-
-
-def test_seconds_bounds_the_time():
-    begin = time.perf_counter()
-    t = timing.time(time.sleep, 0.001, seconds=0.3)
-    took = time.perf_counter() - begin
-    assert took < 0.6
-    assert t.runs > 50
+    assert t.low < 1e-5 and t.runs > 1000
 
 
 def test_a_slow_function_is_called_a_few_times_all_the_same():
@@ -53,25 +42,15 @@ def test_first_call_is_not_timed():
     assert timing.time(slow_at_first, seconds=0.05).median < 0.01
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (1.234, "1.23 s (1.2-1.3, 40 runs)"),
-        (1.234e-3, "1.23 ms (1.2-1.3, 40 runs)"),
-        (1.234e-6, "1.23 µs (1.2-1.3, 40 runs)"),
-        (1.234e-9, "1.23 ns (1.2-1.3, 40 runs)"),
-    ],
-)
-def test_reads_well(seconds, text):
-    scale = seconds / 1.234
-    assert str(timing.Timing(seconds, 1.2 * scale, 1.3 * scale, 40)) == text
+@pytest.mark.parametrize("scale, unit", [(1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])
+def test_reads_well(scale, unit):
+    t = timing.Timing(1.234 * scale, 1.2 * scale, 1.3 * scale, 4000)
+    assert str(t) == f"1.23 {unit} (1.2-1.3, 4,000 runs)"
 
 
 def test_collector_comes_back_and_errors_pass():
     with pytest.raises(ZeroDivisionError):
         timing.time(lambda: 1 / 0)
-    assert gc.isenabled()
-    timing.time(lambda: None, seconds=0.01)
     assert gc.isenabled()
 
 
@@ -82,20 +61,14 @@ def test_contenders_take_turns_on_sets_larger_than_the_cache():
         made.append(torch.ones(16 << 18))
         return (made[-1],)
 
-    def slow(x):
-        seen.append(("slow", id(x)))
-        time.sleep(0.002)
+    def sleeps(name, seconds):
+        return lambda x: (seen.append((name, id(x))), time.sleep(seconds))
 
-    def fast(x):
-        seen.append(("fast", id(x)))
-        time.sleep(0.001)
-
-    t = timing.compare({"slow": slow, "fast": fast}, make, seconds=0.2)
+    t = timing.compare({"slow": sleeps("slow", 0.002), "fast": sleeps("fast", 0.001)}, make, seconds=0.2)
     assert sum(x.nbytes for x in made) > timing.CACHE
     assert 1.3 < t["slow"].low / t["fast"].low < 2.2 and t["fast"].median > 0.001
     assert {i for _, i in seen} == {id(x) for x in made} and gc.isenabled()
-    changes = sum(a[0] != b[0] for a, b in itertools.pairwise(seen))
-    assert changes >= 2 * timing.FEWEST
+    assert sum(a[0] != b[0] for a, b in itertools.pairwise(seen)) >= 2 * timing.FEWEST
 
 
 @pytest.mark.gpu
@@ -113,21 +86,12 @@ def test_gpu_matmul_takes_what_do_bench_says(n):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_gpu_time_is_not_the_time_to_ask():
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    begin = time.perf_counter()
-    torch.mm(a, a)
-    asked = time.perf_counter() - begin
-    assert timing.time(torch.mm, a, a).median > 5e-4 > asked / 5
-
-
-@pytest.mark.gpu
-@needs_gpu
 def test_gpu_caches_are_cold():
     # 16 MB fits in the L2 cache; read again from there it would beat the memory's bandwidth.
     x = torch.randn(4 << 20, device="cuda")
-    t = timing.time(torch.sum, x)
-    assert x.nbytes / t.median < 4.8e12
+    assert x.nbytes / timing.time(torch.sum, x).median < 4.8e12
+    cpu = torch.ones(3)
+    assert timing.time(torch.add, cpu, cpu).runs > 1000  # CPU tensors are timed on the CPU beside a GPU
 
 
 @pytest.mark.gpu
@@ -154,10 +118,3 @@ def test_contenders_on_a_gpu():
     assert timing.compare({"copy": contenders["copy"]}, make)["copy"].median < 2 * t["copy"].median
     slow = timing.compare({"slow": lambda a: a @ a}, lambda: (torch.randn(8192, 8192, device="cuda"),))
     assert slow["slow"].runs >= 5
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_cpu_tensors_are_timed_on_the_cpu_beside_a_gpu():
-    x = torch.ones(3)
-    assert timing.time(torch.add, x, x).runs > 1000
