@@ -58,6 +58,8 @@ def compare(contenders, make=tuple, *, seconds=0.3):
     """
     stream = torch.cuda.Stream() if torch.cuda.is_available() else None
     samples, turns = {label: [] for label in contenders}, {}
+    if stream:
+        torch.cuda.synchronize()  # what the inputs are made from is ready
     with no_gc(), torch.cuda.stream(stream):  # for the inputs too: a backward pass runs where its forward ran
         sets = [make()]
         nbytes = sum(t.nbytes for t in pytree.tree_leaves(sets) if isinstance(t, torch.Tensor))
