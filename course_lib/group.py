@@ -72,7 +72,7 @@ class Group:
         self._waiting = {}  # rank: (ready, what it waits for)
         self._running = set(range(self.size))
         self._messages = {}  # (source, destination): messages that nobody has received
-        self._collectives = []  # in order, each {rank: (call, tensor)}
+        self._collectives = {}  # number: {rank: (call, tensor)}
         results = [None] * self.size
         for rank in range(self.size):
             threading.Thread(target=self._run_rank, args=(rank, fn, args, results), daemon=True).start()
@@ -145,21 +145,21 @@ class Group:
 class Work:
     "A send or a collective under way. `wait()` returns when it is done; until then leave its tensor alone."
 
-    def __init__(self, comm, what, ready, tensor, misuse, finish=None):
-        self.comm, self.what, self.ready, self.finish = comm, what, ready, finish
-        self.tensor, self.misuse, self.before = tensor, misuse, None  # `before`: what the tensor must hold
+    def __init__(self, comm, what, doing, ready, tensor, before, finish=None):
+        self.comm, self.what, self.doing, self.ready = comm, what, doing, ready
+        self.tensor, self.before, self.finish = tensor, before, finish  # `before`: what it must still hold
         comm._pending.append(self)
 
     def wait(self):
-        comm = self.comm
-        if self in comm._pending:
-            comm.mark("wait")
-            comm._group.block(comm.rank, self.ready, f"for {self.what}")
-            comm._pending.remove(self)
-            with comm.inside():
+        if self in self.comm._pending:
+            self.comm.mark("wait")
+            self.comm._group.block(self.comm.rank, self.ready, f"for {self.what}")
+            self.comm._pending.remove(self)
+            with self.comm.inside():
                 now, then = self.tensor, self.before
                 if then is not None and not torch.allclose(now, then, rtol=0, atol=0, equal_nan=True):
-                    raise Misuse(f"rank {comm.rank} {self.misuse}")
+                    who = f"rank {self.comm.rank} changed a tensor while {self.doing}"
+                    raise Misuse(f"{who}: call wait() before you write to it")
                 if self.finish:
                     self.finish()
 
@@ -193,12 +193,8 @@ class Comm:
         if data.numel():
             self.mark("send", data.nbytes, dst)
             messages.append(sent)
-        misuse = f"changed a tensor while it was being sent to rank {dst}: call wait() before you write to it"
-        work = Work(
-            self, f"its send to rank {dst}", lambda: all(m is not sent for m in messages), data, misuse
-        )
-        work.before = sent
-        return work
+        what, doing = f"its send to rank {dst}", f"it was being sent to rank {dst}"
+        return Work(self, what, doing, lambda: all(m is not sent for m in messages), data, sent)
 
     def send(self, tensor, dst):
         "Send `tensor` to rank `dst` and wait until it has been received."
@@ -259,30 +255,28 @@ class Comm:
 
     def _collective(self, name, given, out, combine, detail="", async_op=False):
         data, out = _plain(given, name), _plain(out, name)
-        calls, number = self._group._collectives, self._called
-        self._called += 1
-        if number == len(calls):
-            calls.append({})
-        parts, call = calls[number], f"{name} of {_size(data)}{detail}"
+        number, self._called = self._called, self._called + 1
+        parts = self._group._collectives.setdefault(number, {})
+        call = f"{name} of {_size(data)}{detail}"
         with self.inside():
             parts[self.rank] = (call, data.flatten().clone())
         for other in (r for r in sorted(parts) if parts[r][0] != call):
             two = " and ".join(f"rank {r} calls {parts[r][0]}" for r in sorted((other, self.rank)))
-            rule = "every rank must make the same calls in the same order"
-            raise Misuse(f"collective number {number + 1}: {two}; {rule}")
+            two += "; every rank must make the same calls in the same order"
+            raise Misuse(f"collective number {number + 1}: {two}")
         self.mark(name, data.nbytes)
 
         def finish():
             out.copy_(combine([parts[r][1] for r in range(self.size)]).view(out.shape))
 
-        what, where = f"{call}, collective number {number + 1}", f"{name} number {number + 1}"
-        misuse = f"wrote to a tensor while {where} was under way: call wait() first"
-        work = Work(self, what, lambda: len(parts) == self.size, out, misuse, finish)
-        if not async_op:
-            return work.wait()
-        with self.inside():  # until wait() the tensor holds nonsense: to read it gives a wrong answer
-            work.before = out.fill_(math.nan if out.is_floating_point() else 2**30 + 7).clone()
-        return work
+        before = None
+        if async_op:  # until wait() the tensor holds nonsense: to read it gives a wrong answer
+            with self.inside():
+                before = out.fill_(math.nan if out.is_floating_point() else 2**30 + 7).clone()
+        what = f"{call}, collective number {number + 1}"
+        doing = f"{name} number {number + 1} was under way"
+        work = Work(self, what, doing, lambda: len(parts) == self.size, out, before, finish)
+        return work if async_op else work.wait()
 
 
 def _plain(tensor, call):
