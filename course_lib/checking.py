@@ -1,11 +1,13 @@
-"""The engine of every check: call the learner's object safely, compare, say one sentence.
+"""The toolkit of checks: call the learner's object safely, compare, say one sentence.
 
 A check is a function decorated with `exercise`. It raises `Wrong` with one sentence, or returns and
 the decorator prints one fixed line: `roofline.1 passed: …`. It never prints a failure and goes on.
+What passed is what the lesson goes on with: `yours("roofline.1")` gives it back.
 """
 
 import contextlib
 import functools
+import importlib
 import inspect
 import math
 import random
@@ -21,6 +23,10 @@ class Wrong(AssertionError):
         return [str(self)]
 
 
+_passed = {}  # by exercise, what the learner wrote and passed
+_lent = []  # solutions of the course that `yours` gave out
+
+
 def exercise(number, passed):
     """Make a check of exercise `number` ("roofline.1") that prints `roofline.1 passed: <passed>` on success.
 
@@ -31,7 +37,12 @@ def exercise(number, passed):
     def decorate(fn):
         @functools.wraps(fn)
         def check(*answer):
+            _passed.pop(number, None)
             try:
+                if any(a is solution for a in answer for solution in _lent):
+                    raise Wrong(
+                        "this is the course's own solution: run the cell with your code, then this one"
+                    )
                 with _fixed_settings():
                     fn(*answer)
             except Wrong as e:
@@ -45,6 +56,7 @@ def exercise(number, passed):
                     want = ", ".join(inspect.signature(fn).parameters)
                     message = f"the check takes ({want}) and was given {len(answer)} things"
                 raise Wrong(f"{number} not passed: {message}") from None
+            _passed[number] = answer
             print(f"{number} passed: {passed}")
 
         check.exercise = number
@@ -52,6 +64,22 @@ def exercise(number, passed):
         return check
 
     return decorate
+
+
+def yours(number):
+    """What the learner wrote for exercise `number`, if it passed its check in this kernel.
+
+    Otherwise the course's own solution, and a line that says so. An exercise whose check takes several
+    objects gives a tuple.
+    """
+    if number in _passed:
+        found = _passed[number]
+    else:
+        solutions = importlib.import_module(f"course_lib.{number.split('.')[0]}.solutions")
+        found = tuple(getattr(solutions, name) for name in solutions.EXERCISES[number])
+        _lent.extend(found)
+        print(f"{number} is not passed here: the course's own solution is used in its place")
+    return found if len(found) > 1 else found[0]
 
 
 def exercises(module):
@@ -251,3 +279,35 @@ def require(condition, sentence):
 def poison(*shape, dtype=torch.float32):
     "A tensor whose every element is wrong (NaN; a large number for integers), for an answer to overwrite."
     return torch.full(shape, float("nan") if dtype.is_floating_point else 2**30 + 7, dtype=dtype)
+
+
+def need_callable(answer, what="a function"):
+    "Require a function or a class, which is passed without being called."
+    require(callable(answer), f"expected {what}, got {kind(answer)}: pass it without calling it")
+
+
+def parts(got, names, what):
+    "`got` as a list with a part for each word of `names` (parts(got, 'flops bytes', …)), or `Wrong`."
+    names = names.split()
+    if not isinstance(got, list | tuple) or len(got) != len(names):
+        size = f" of {len(got)}" if isinstance(got, list | tuple) else ""
+        raise Wrong(f"{what}: expected a tuple ({', '.join(names)}), got {kind(got)}{size}")
+    return list(got)
+
+
+def refuses(fn, *args, error=ValueError, why):
+    "Require that `fn(*args)` raises `error`; `why` says what is wrong with the arguments."
+    try:
+        got = call(fn, *args)
+    except Wrong as e:
+        # `call` words what the answer raised.
+        if f"raised {error.__name__}" in str(e):
+            return
+        raise
+    shown = f"{got:.3g}" if isinstance(got, int | float) else kind(got)
+    raise Wrong(f"{why}: expected a {error.__name__}, got {shown}")
+
+
+def ragged(low, high, n):
+    "`n` different sizes from `low` to `high` - 1: no two equal, so that none is taken for another."
+    return random.sample(range(low, high), n)

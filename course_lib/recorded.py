@@ -8,7 +8,10 @@ date: that notebook is the only place where a recorded figure is stored.
 import json
 import math
 import os
+import re
 from pathlib import Path
+
+from course_lib import show
 
 # COURSE_ROOT names another checkout; see authoring/notebook.py.
 NBS = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent) / "nbs"
@@ -42,15 +45,27 @@ def figures(lesson=None):
     rows = []
     for path in sorted(NBS.glob(f"[0-9][0-9]_{lesson or '*'}.ipynb")):
         stamp = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded") or {}
-        rows += [
-            {"lesson": path.stem[3:], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())
-        ]
+        found = sorted(stamp.get("figures", {}).items())
+        rows += [{"lesson": path.stem[3:], "name": name, **figure} for name, figure in found]
     return rows
 
 
 def get(name):
     "The recorded figure called `name`, or None while it has not been recorded."
     return next((f for f in figures(name.split(".")[0]) if f["name"] == name), None)
+
+
+def brief(names, most=4):
+    """Some recorded figures in a few words, for a cell that can't run here; '' where none is recorded.
+
+    `names` may hold {expressions} of an f-string, each of which stands for any word.
+    """
+    found = []
+    for name in names:
+        pattern = re.sub(r"\\{.*?\\}", r"\\w+", re.escape(name))
+        found += [f for f in figures(name.split(".")[0]) if re.fullmatch(pattern, f["name"])]
+    words = [f"{f['name'].split('.', 1)[1]} {shown(f)} {f['unit']}".strip() for f in found[:most]]
+    return f" Recorded on {found[0]['machine']}: {', '.join(words)}." if found else ""
 
 
 def peaks():
@@ -77,28 +92,15 @@ def compare(lesson, mine, alone=False):
     names = [n for n in dict.fromkeys([*mine, *theirs]) if n.startswith(f"{lesson}.")]
     if not names:
         return f"no figures for lesson {lesson} yet"
-    rows = [("figure", "this run", "recorded", "unit")]
-    for n in names:
-        rows.append((n, shown(mine.get(n)), shown(theirs.get(n)), (mine.get(n) or theirs[n])["unit"]))
-    if alone:
-        rows = [(name, value, unit) for name, value, _, unit in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            c.ljust(w) if i in (0, len(widths) - 1) else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
+    columns = {"this run": mine} if alone else {"this run": mine, "recorded": theirs}
+    rows = [
+        (n, *(shown(c.get(n)) for c in columns.values()), (mine.get(n) or theirs[n])["unit"]) for n in names
     ]
     sources = sorted({f"{f['machine']}, torch {f['torch']}, {f['date']}" for f in theirs.values()})
-    return "\n".join(line.rstrip() for line in lines) + (
-        "\nrecorded on " + "; ".join(sources) if sources else ""
-    )
+    text = show.table(("figure", *columns, "unit"), rows, left=(0, len(columns) + 1))
+    return text + ("\nrecorded on " + "; ".join(sources) if sources else "")
 
 
 def shown(figure):
     "A figure's value at three significant digits; a dash where there is none."
-    if figure is None:
-        return "–"
-    v = figure["value"]
-    return f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}"
+    return show.number(figure and figure["value"])

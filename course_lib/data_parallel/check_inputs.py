@@ -11,10 +11,6 @@ from course_lib import checking as core
 from course_lib import group as groups
 
 
-def need_callable(answer, what="a function"):
-    core.require(callable(answer), f"expected {what}, got {core.kind(answer)}: pass it without calling it")
-
-
 def run(size, fn, what):
     "Run `fn(comm)` on a group of `size` ranks; the group and the results, or one sentence."
     group = groups.Group(size)
@@ -39,8 +35,8 @@ def of_step(group, rank, step):
 
 def wire_bytes(events, ranks):
     "Bytes that a rank sends when its collectives are rings."
-    part = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,
-            "all_gather": ranks - 1, "broadcast": 1, "send": 1}  # fmt: skip
+    part = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter_tensor": (ranks - 1) / ranks,
+            "all_gather_into_tensor": ranks - 1, "broadcast": 1, "send": 1}  # fmt: skip
     return sum(part.get(e.what, 0) * e.nbytes for e in events)
 
 

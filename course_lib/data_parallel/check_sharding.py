@@ -9,14 +9,14 @@ from torch import nn
 
 from course_lib import checking as core
 from course_lib.data_parallel import check_inputs as inputs
-from course_lib.data_parallel.live import Live
+from course_lib.data_parallel.live import watching
 
 # --- data_parallel.6 ---------------------------------------------------------------------------
 
 
 @core.exercise("data_parallel.6", "Adam's own steps, with a share of its state on each rank")
 def sharded_adam(answer):
-    inputs.need_callable(answer, "a class")
+    core.need_callable(answer, "a class")
     for ranks in (1, 2, 3, random.choice((4, 5))):
         big = ranks >= 4
         shapes = [(random.randint(2, 5), random.randint(3, 7)), (random.randint(2, 9),), ()]
@@ -98,7 +98,7 @@ def _adam(answer, ranks, shapes):
     "the whole layer's outputs and gradients; one full weight alive in forward, two such tensors in backward",
 )
 def sharded_linear(answer):
-    inputs.need_callable(answer)
+    core.need_callable(answer)
     for ranks in (1, 2, 3, random.choice((4, 5))):
         for widths in iter(lambda: [random.randint(26, 32) for _ in range(4)], None):
             if ranks == 1 or math.prod(widths[:2]) % ranks:  # a remainder is wanted
@@ -121,13 +121,12 @@ def _layer_stack(answer, ranks, widths):
     def body(comm):
         parts = [nn.Parameter(s[comm.rank].clone()) for s in shards]
         x = xs[comm.rank].clone().requires_grad_()
-        live = Live(comm, at_least=0.8 * small)
-        with live:
+        with watching(comm, at_least=0.8 * small) as live:
             y = inputs.stack(
                 x, list(zip(parts, shapes, strict=True)), lambda x, w: _layer(answer, x, *w, comm)
             )
-            forward, after = live.peak, live.now()
-            live.peak = 0
+            forward, after = live.most_tensors, live.tensors
+            live.most_tensors = 0
             y.square().sum().backward()
         if ranks > 1:
             core.equal(after, 0, f"{what}: tensors of a full weight's size alive after forward")
@@ -136,8 +135,8 @@ def _layer_stack(answer, ranks, widths):
                 f"{what}: {forward} tensors of a full weight's size alive at once in forward; one is enough",
             )
             core.require(
-                live.peak <= 2,
-                f"{what}: {live.peak} tensors of a full weight's size alive at once in backward; "
+                live.most_tensors <= 2,
+                f"{what}: {live.most_tensors} tensors of a full weight's size alive at once in backward; "
                 "two are enough",
             )
         where = f"on rank {comm.rank} of {ranks}"

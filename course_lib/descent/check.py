@@ -1,4 +1,4 @@
-"""Checks of 01. Oracles: closed forms, derivatives by hand, eigvalsh, torch.optim."""
+"""Checks of descent. Oracles: closed forms, derivatives by hand, eigvalsh, torch.optim."""
 
 import copy
 import gc
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from course_lib import checking as core
+from course_lib.checking import yours  # noqa: F401
 
 
 def _draw(low, high):

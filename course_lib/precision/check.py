@@ -1,4 +1,4 @@
-"Checks of 06. Oracles: torch's casts, a number line, GradScaler, SGD in float64, NumPy's half floats."
+"Checks of precision. Oracles: torch's casts, a number line, GradScaler, SGD in float64, NumPy's half floats."
 
 import bisect
 import functools
@@ -9,6 +9,7 @@ import torch
 
 from course_lib import checking as core
 from course_lib import precision
+from course_lib.checking import yours  # noqa: F401
 
 # --- precision.1 ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Checks of 04. Oracles: a repository in memory, exact sums, programs that are really executed,
+"""Checks of reproduce. Oracles: a repository in memory, exact sums, programs that are really executed,
 autograd in float64, and another worker's hand in the shared weights."""
 
 import builtins
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import checking as core
 from course_lib import meter
+from course_lib.checking import yours  # noqa: F401
 from course_lib.reproduce.names import Cell
 
 # --- reproduce.1 ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"Checks of 07. Oracles: a plain loop, a virtual GPU, float64 by rows, a ruler, planted steps."
+"Checks of syncs. Oracles: a plain loop, a virtual GPU, float64 by rows, a ruler, planted steps."
 
 import functools
 import gc
@@ -11,19 +11,15 @@ from torch import nn
 
 from course_lib import checking as core
 from course_lib import meter, syncs
+from course_lib.checking import yours  # noqa: F401
 from course_lib.syncs import check_inputs as inputs
-
-
-def _function(answer, what="a function"):
-    core.require(callable(answer), f"expected {what}, got {core.kind(answer)}: pass it without calling it")
-
 
 # --- syncs.1 ---------------------------------------------------------------------------
 
 
 @core.exercise("syncs.1", "no sync before the last step, and all seven answers are those of the slow loop")
 def train(answer):
-    _function(answer)
+    core.need_callable(answer)
     for every in random.sample((2, 3, 4, 5), 2):
         kinds = set()
         while kinds < inputs.KINDS:  # everything must happen that an answer can get wrong
@@ -43,7 +39,6 @@ def _one_training(answer, model, batches, every, want, lines, twin):
     weight = next(model.parameters())
 
     with meter.count(portable=False) as counts:
-        counts.where = syncs.Places()
 
         def feed():
             version = weight._version
@@ -55,7 +50,7 @@ def _one_training(answer, model, batches, every, want, lines, twin):
                 )
                 version = weight._version
                 yield x, y
-            seen["where"] = list(counts.where)
+            seen["where"] = syncs.places(counts)
 
         got = core.call(answer, model, opt, feed(), logged.append, every)
     core.require("where" in seen, f"not all of the {len(batches)} batches were used")
@@ -112,7 +107,7 @@ def _same_lines(got, want):
 
 @core.exercise("syncs.2", "told in time on 12 virtual GPUs, no false alarm, no sync, and the GPU never idle")
 def nan_watch(answer):
-    _function(answer, "a class")
+    core.need_callable(answer, "a class")
     for every in (1, 2, random.randrange(3, 6), random.randrange(6, 12)):
         bad = random.randrange(2 * every + 1, 5 * every + 2)
         _one_watch(answer, every, bad, math.nan, slow=True)
@@ -124,7 +119,6 @@ def _one_watch(answer, every, bad, value, slow):
     steps = 12 * every + 9
     where = f"every = {every} on a {'slow' if slow else 'fast'} GPU"
     with meter.count(portable=False) as counts:
-        counts.where = syncs.Places()
         world = inputs.World(counts, 1.0, 30.0 if slow else 0.5)
         watch = core.call(answer, world.fetch, every)
         told = None
@@ -134,7 +128,7 @@ def _one_watch(answer, every, bad, value, slow):
             if _said(watch, loss):
                 told = i
                 break
-    _no_sync(counts.where, f"{steps} steps with {where}")
+    _no_sync(syncs.places(counts), f"{steps} steps with {where}")
     core.require(not world.early, f"with {where}, a copy was read before it was ready")
     _judge_watch(world, every, bad, told, steps, slow, where)
 
@@ -183,7 +177,7 @@ def _judge_watch(world, every, bad, told, steps, slow, where):
     "syncs.3", "means right for ragged, empty and single batches; as few operators for 41 as for 7"
 )
 def pool(answer):
-    _function(answer)
+    core.need_callable(answer)
     n, t, d = random.sample(range(3, 20), 3)
     for case, shape in {
         "": (n, t, d), "one sample": (1, t, d), "no sample": (0, t, d), "one row each": (n, 1, d),
@@ -197,7 +191,7 @@ def pool(answer):
         core.call(got, x, lengths)
         counts.append((n, t, got.counts))
     for n, t, c in counts:
-        _no_sync(c.where, f"a batch of {n}")
+        _no_sync(syncs.places(c), f"a batch of {n}")
         core.require(
             c.ops == counts[0][2].ops,
             f"{counts[0][2].ops} operators for {counts[0][0]} samples of {counts[0][1]} rows, and {c.ops} "
@@ -210,7 +204,6 @@ def _counted(answer):
     @functools.wraps(answer, assigned=("__name__",) if hasattr(answer, "__name__") else (), updated=())
     def run(*args):
         with meter.count(portable=False) as run.counts:
-            run.counts.where = syncs.Places()
             return answer(*args)
 
     return run
@@ -243,7 +236,7 @@ def _pooled(answer, case, n, t, d):
 
 @core.exercise("syncs.4", "largest gap and its cause right in 40 traces of up to three streams")
 def largest_gap(answer):
-    _function(answer)
+    core.need_callable(answer)
     for case in range(40):
         events, causes = inputs.trace(1 + case % 3, blocks=random.randrange(2, 6))
         want = inputs.by_ruler(events, causes)
@@ -283,7 +276,7 @@ def _one_trace(answer, events, want, what):
 
 @core.exercise("syncs.5", "every planted step found and no false alarm in 12 noisy, drifting runs")
 def slow_steps(answer):
-    _function(answer, "a class")
+    core.need_callable(answer, "a class")
     for case in range(12):
         noise = (0.015, 0.09, random.uniform(0.02, 0.08))[case % 3]
         drift = (0.3, -0.2, 0.0, random.uniform(-0.2, 0.3))[case // 3]

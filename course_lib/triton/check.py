@@ -1,4 +1,4 @@
-"""Checks of 10. Oracles: torch in float64, autograd, a list of tiles.
+"""Checks of triton. Oracles: torch in float64, autograd, a list of tiles.
 
 Kernels run under `access.watch`: on CPU tensors in the interpreter, on a GPU host too. Outputs are poisoned
 beforehand, matrices are parts of larger ones full of NaN, and masked lanes without `other` hold inf and NaN.
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from course_lib import checking as core
+from course_lib.checking import yours  # noqa: F401
 from course_lib.triton import check_inputs as inputs
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
