@@ -252,8 +252,8 @@ CELLS = {
     "raise": "def bad():\n    if dist.get_rank() == 1:\n        raise ValueError('bad')\ngroup.run(bad)",
     "hang": "def hang():\n    dist.barrier() if dist.get_rank() else None\ngroup.run(hang)",
     "interrupt": "group.timeout = 60\ngroup.run(time.sleep, 100)",
-    "after": "k = 3\ndef helper(x):\n    return k * x\ndef scaled(x):\n    return helper(x) + dist.get_rank()\n"
-    "print(group.run(scaled, 5))",
+    "after": "k = 3\ndef helper(x):\n    return k * x\ndef more(x):\n    return helper(x) + dist.get_rank()\n"
+    "print(group.run(more, 5))",
 }
 
 
