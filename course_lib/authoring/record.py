@@ -7,8 +7,11 @@ kernel runs all cells in order; an error leaves the notebook as it was.
 import concurrent.futures
 import datetime
 import fnmatch
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
 import queue
 import re
 import subprocess
@@ -16,19 +19,6 @@ import sys
 
 from course_lib.authoring import kernel, notebook, outputs, prose, run, stamps
 from course_lib.authoring.notebook import CourseError
-
-ABOUT = """
-import json, platform
-import torch
-from course_lib import machine
-try:
-    from triton import __version__ as triton
-except ImportError:
-    triton = None
-gpus = torch.cuda.device_count()
-print(json.dumps({"gpu": f"{gpus} × " * (gpus > 1) + machine.name(), "host": machine.host(),
-                  "torch": torch.__version__, "triton": triton, "python": platform.python_version()}))
-"""
 
 
 def record_cmd(args):
@@ -75,7 +65,7 @@ def _record(path, args):
     nb = notebook.load(path)
     source = None if args.cpu else _provenance(args)
     env = {"COURSE_RECORDING": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
-    result = run.execute(nb, path.stem, ask=None if args.cpu else ABOUT, env=env)
+    result = run.execute(nb, path.stem, env=env)
     if result.failed:
         cell, error = result.failed
         raise CourseError(f"{path.stem}, cell `{cell['id']}`: {error}; nothing was recorded")
@@ -104,7 +94,7 @@ def store(nb, result, source):
     nb["metadata"]["language_info"] = {"name": "python"}
     figures = stamp.get("figures", {})
     if source:
-        about, today = json.loads(result.asked), datetime.date.today().isoformat()
+        about, today = _about(), datetime.date.today().isoformat()
         mine = {"machine": about["gpu"], "torch": about["torch"], "date": today, "commit": source["commit"]}
         figures = {n: figures[n] for name in prose.noted(nb) for n in fnmatch.filter(figures, name)}
         # Six digits say all that a measurement knows.
@@ -116,6 +106,22 @@ def store(nb, result, source):
         if cell["cell_type"] == "markdown":
             cell["source"] = prose.renewed(notebook.source(cell), figures).splitlines(keepends=True)
     return len(new)
+
+
+def _about():
+    "The machine and the versions of a recording."
+    import torch
+
+    from course_lib import machine
+
+    gpus, triton = torch.cuda.device_count(), importlib.util.find_spec("triton")
+    return {
+        "gpu": f"{gpus} × " * (gpus > 1) + machine.name(),
+        "host": machine.host(),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if triton else None,
+        "python": platform.python_version(),
+    }
 
 
 def _side_by_side(paths, args):
