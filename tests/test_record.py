@@ -186,6 +186,12 @@ def refused(course, capfd, *lessons, **how):
 def test_what_is_refused_leaves_the_notebook_alone(course, capfd, monkeypatch):
     monkeypatch.setattr(kernel, "has_cuda", lambda: False)
     assert "no CUDA device here; --cpu needs none" in refused(course, capfd)
+    nb = notebook.load(path(course))
+    del nb["cells"][1]["id"]
+    notebook.save(nb, course / "nbs/07_other.ipynb")
+    for how in ({"cpu": True}, {"check": True}):
+        assert record.record_cmd(args("other", **how)) == 1
+        assert "slug is 'toy'; the file's name must agree" in capfd.readouterr().err
     with pytest.raises(notebook.CourseError, match="name the lessons to record"):
         record.record_cmd(args())
     monkeypatch.setattr(kernel, "has_cuda", lambda: True)

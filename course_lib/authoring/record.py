@@ -7,8 +7,6 @@ kernel runs all cells in order; an error leaves the notebook as it was.
 import concurrent.futures
 import datetime
 import fnmatch
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -17,7 +15,7 @@ import re
 import subprocess
 import sys
 
-from course_lib.authoring import kernel, notebook, outputs, prose, run, stamps
+from course_lib.authoring import kernel, notebook, outputs, prose, rules, run, stamps
 from course_lib.authoring.notebook import CourseError
 
 
@@ -46,7 +44,7 @@ def behind(nb):
     "What a recording of the worked notebook `nb` would bring up to date, as sentences; nothing for a draft."
     if notebook.is_draft(nb):
         return []
-    figures = notebook.stamp(nb)["figures"]
+    figures = notebook.stamp(nb).get("figures", {})
     missing = [name for name in prose.noted(nb) if not fnmatch.filter(figures, name)]
     found = {"cells changed since they were recorded": stamps.stale(nb), "figures not recorded": missing}
     return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
@@ -54,6 +52,7 @@ def behind(nb):
 
 def _check(path):
     nb = notebook.load(path)
+    rules.check(nb, path.stem)
     if found := behind(nb) + outputs.problems(nb):
         raise CourseError(f"{path.stem}: {'; '.join(found)}")
     return f"{path.stem}: " + (
@@ -63,6 +62,7 @@ def _check(path):
 
 def _record(path, args):
     nb = notebook.load(path)
+    rules.check(nb, path.stem)
     source = None if args.cpu else _provenance(args)
     env = {"COURSE_RECORDING": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
     result = run.execute(nb, path.stem, env=env)
@@ -114,12 +114,16 @@ def _about():
 
     from course_lib import machine
 
-    gpus, triton = torch.cuda.device_count(), importlib.util.find_spec("triton")
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = None
+    gpus = torch.cuda.device_count()
     return {
         "gpu": f"{gpus} × " * (gpus > 1) + machine.name(),
         "host": machine.host(),
         "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton") if triton else None,
+        "triton": triton,
         "python": platform.python_version(),
     }
 
