@@ -55,9 +55,7 @@ def _check(path):
     rules.check(nb, path.stem)
     if found := behind(nb) + outputs.problems(nb):
         raise CourseError(f"{path.stem}: {'; '.join(found)}")
-    return f"{path.stem}: " + (
-        "a draft, without a recording from a GPU" if notebook.is_draft(nb) else "up to date"
-    )
+    return f"{path.stem}: {'a draft: no recording from a GPU' if notebook.is_draft(nb) else 'up to date'}"
 
 
 def _record(path, args):
@@ -90,6 +88,8 @@ def store(nb, result, source):
             if source or run.is_marked(cell):
                 cell["outputs"] = outputs.clean(json.loads(json.dumps(ran.outputs)))
                 new[cell["id"]] = now[cell["id"]]
+        elif cell["cell_type"] == "code":  # an empty one
+            cell |= {"execution_count": None, "outputs": []}
     nb["metadata"].pop("widgets", None)
     nb["metadata"]["language_info"] = {"name": "python"}
     figures = stamp.get("figures", {})
@@ -119,13 +119,9 @@ def _about():
     except ImportError:
         triton = None
     gpus = torch.cuda.device_count()
-    return {
-        "gpu": f"{gpus} × " * (gpus > 1) + machine.name(),
-        "host": machine.host(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "python": platform.python_version(),
-    }
+    name = f"{gpus} × " * (gpus > 1) + machine.name()
+    versions = {"torch": torch.__version__, "triton": triton, "python": platform.python_version()}
+    return {"gpu": name, "host": machine.host(), **versions}
 
 
 def _side_by_side(paths, args):
