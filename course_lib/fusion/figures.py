@@ -104,7 +104,7 @@ def draw_race(rows):
 
 
 def draw_memory(watches):
-    "MB alive after each operator of a step, forward and backward: {label: fusion_memory.Watch}."
+    "MB alive after each operator of a step, forward and backward: {label: meter.Memory}."
     fig, ax = _axes(figsize=(6.6, 3.4))
     top = max(w.peak for w in watches.values()) / 1e6
     for k, (name, w) in enumerate(watches.items()):

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import matplotlib
 import pytest
 
-from course_lib import recorded, show
+from course_lib import meter, recorded, show
 from course_lib.fusion import figures
-from course_lib.fusion import memory as fusion_memory
 
 matplotlib.use("Agg")
 
@@ -75,7 +74,7 @@ def test_the_race_has_a_group_of_bars_for_each_chain():
 
 
 def test_memory_over_a_step():
-    watch = fusion_memory.Watch(allocator=False)
+    watch = meter.Memory()
     watch.line = [("a", 10**6), ("b", 3 * 10**6), ("c", 2 * 10**6), ("d", 0)]
     watch.peak, watch.marks = 3 * 10**6, [(2, 3 * 10**6)]
     ax = figures.draw_memory({"kept": watch}).axes[0]
