@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
+
+from course_lib import files
 
 # COURSE_ROOT names another checkout; tests point it at a small course of their own.
 ROOT = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent.parent)
@@ -50,19 +51,11 @@ def write(data, path):
 
     Raises CourseError where the folder is read-only or the disk is full.
     """
-    path, tmp = Path(path), None
     try:
-        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(fd, "wb") as f:
-            f.write(data.encode() if isinstance(data, str) else data)
-        os.chmod(tmp, 0o644)
-        os.replace(tmp, path)
-    except BaseException as e:
-        if tmp is not None:
-            Path(tmp).unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
-        raise
+        with files.replacing(path) as tmp:
+            tmp.write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as e:
+        raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
 
 
 def source(cell):

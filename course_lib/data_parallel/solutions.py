@@ -141,7 +141,7 @@ class ShardedAdam:
             return F.pad(row, (0, self.n * self.comm.size - len(row)))
 
         grad = torch.empty(self.n)
-        self.comm.reduce_scatter(grad, flat(p.grad for p in self.params))
+        self.comm.reduce_scatter_tensor(grad, flat(p.grad for p in self.params))
         grad /= self.comm.size
         self.t += 1
         b1, b2 = self.betas
@@ -150,7 +150,7 @@ class ShardedAdam:
         m, v = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
         weights = flat(self.params)
         mine = weights[self.comm.rank * self.n :][: self.n] - self.lr * m / (v.sqrt() + self.eps)
-        self.comm.all_gather(weights, mine)
+        self.comm.all_gather_into_tensor(weights, mine)
         at = 0
         for p in self.params:
             p.copy_(weights[at : at + p.numel()].view_as(p))
@@ -165,7 +165,7 @@ class GatherComputeFree(torch.autograd.Function):
         ctx.save_for_backward(x, part)
         ctx.shape, ctx.comm = shape, comm
         full = torch.empty(len(part) * comm.size)
-        comm.all_gather(full, part)
+        comm.all_gather_into_tensor(full, part)
         return x @ full[: shape[0] * shape[1]].view(shape).T
 
     @staticmethod
@@ -174,13 +174,13 @@ class GatherComputeFree(torch.autograd.Function):
         x, part = ctx.saved_tensors
         numbers = ctx.shape[0] * ctx.shape[1]
         full = torch.empty(len(part) * ctx.comm.size)
-        ctx.comm.all_gather(full, part)
+        ctx.comm.all_gather_into_tensor(full, part)
         grad_x = grad @ full[:numbers].view(ctx.shape)
         del full
         grad_weight = (grad.T @ x).flatten()
         padded = F.pad(grad_weight, (0, len(part) * ctx.comm.size - numbers))
         grad_part = torch.empty_like(part)
-        ctx.comm.reduce_scatter(grad_part, padded)
+        ctx.comm.reduce_scatter_tensor(grad_part, padded)
         return grad_x, grad_part / ctx.comm.size, None, None
 
 

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -11,7 +12,6 @@ from course_lib import group as groups
 from course_lib import ranks
 from course_lib.data_parallel import figures, live, loops, network, noise, sharded, times
 from course_lib.data_parallel.comm import Alone, World, world
-from course_lib.group_mail import Misuse
 
 
 def run(n, fn):
@@ -41,9 +41,14 @@ def test_a_group_counts_and_gives_results_by_rank():
 def test_collectives():
     def all_of_them(comm):
         x, out, part = torch.arange(4.0) + comm.rank, torch.empty(8), torch.empty(2)
-        comm.all_gather(out, x)
-        comm.reduce_scatter(part, x)
+        comm.all_gather_into_tensor(out, x)
+        comm.reduce_scatter_tensor(part, x)
         comm.broadcast(x, 1)
+        comm.barrier()
+        most, mean = torch.tensor([comm.rank, -comm.rank]), torch.tensor([1.0, comm.rank])
+        comm.all_reduce(most, op=dist.ReduceOp.MAX)
+        comm.all_reduce(mean, op=dist.ReduceOp.AVG)
+        assert most.tolist() == [1, 0] and mean.tolist() == [1, 0.5]
         return out, part, x
 
     for r, (out, part, x) in enumerate(run(2, all_of_them)):
@@ -79,18 +84,30 @@ def sent_and_changed(comm):
         comm.recv(x, 0)
 
 
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+
+
 @pytest.mark.parametrize(
     "fn, kind, says",
     [
         (lambda c: c.recv(torch.ones(2), 1 - c.rank), groups.Stuck, "rank 0 waits to receive from rank 1"),
         (left, groups.Stuck, "rank 0 returned"),
-        (handle_dropped, Misuse, "without waiting for all_reduce"),
-        (touched, Misuse, "while all_reduce number 1 was under way"),
-        (sent_and_changed, Misuse, "changed a tensor while it was being sent"),
-        (lambda c: c.all_reduce(torch.ones(3 + c.rank)), Misuse, "3 x float32 and rank 1 calls"),
-        (lambda c: c.send(torch.ones(2), c.rank), Misuse, "expected another rank of 0 to 1"),
-        (lambda c: c.all_gather(torch.ones(3), torch.ones(2)), Misuse, "make 4: pad the last part"),
-        (lambda c: c.all_reduce([1.0]), Misuse, "takes a tensor"),
+        (handle_dropped, groups.Misuse, "without waiting for all_reduce"),
+        (touched, groups.Misuse, "while all_reduce number 1 was under way"),
+        (sent_and_changed, groups.Misuse, "changed a tensor while it was being sent"),
+        (lambda c: c.all_reduce(torch.ones(3 + c.rank)), groups.Misuse, "3 x float32 and rank 1 calls"),
+        (
+            lambda c: c.all_reduce(torch.ones(3), OPS[c.rank]),
+            groups.Misuse,
+            "rank 0 calls all_reduce of 3 x float32 and rank 1 calls all_reduce of 3 x float32 by MAX",
+        ),
+        (lambda c: c.send(torch.ones(2), c.rank), groups.Misuse, "expected another rank of 0 to 1"),
+        (
+            lambda c: c.all_gather_into_tensor(torch.ones(3), torch.ones(2)),
+            groups.Misuse,
+            "make 4: pad the last part",
+        ),
+        (lambda c: c.all_reduce([1.0]), groups.Misuse, "takes a tensor"),
         (lambda c: 1 / c.rank, groups.Raised, "rank 0: ZeroDivisionError"),
     ],
 )
@@ -102,7 +119,7 @@ def test_what_goes_wrong_is_one_sentence(fn, kind, says):
 
 def test_two_lengths_of_a_message():
     with pytest.raises(
-        Misuse, match="rank 0 sends 3 x float32 to rank 1, which receives them into 4 x float32"
+        groups.Misuse, match="rank 0 sends 3 x float32 to rank 1, which receives them into 4 x float32"
     ):
         run(2, lambda c: c.send(torch.ones(3), 1) if c.rank == 0 else c.recv(torch.ones(4), 0))
 
@@ -113,11 +130,6 @@ def test_a_rank_that_never_speaks(monkeypatch):
     with pytest.raises(groups.Stuck, match="computes for 0 s and says nothing"):
         run(2, lambda c: [None for _ in iter(lambda: len(over), 1)] if c.rank == 0 else None)
     over.append(1)  # lets the thread end
-
-
-def test_a_group_of_none():
-    with pytest.raises(ValueError, match="1 rank or more"):
-        groups.Group(0)
 
 
 # --- the finished versions ----------------------------------------------------------
@@ -316,8 +328,8 @@ def on_a_rank():
     x = torch.arange(5.0) * (comm.rank + 1)
     dp.ring_all_reduce(x, comm)
     gathered, mine = torch.empty(4), torch.empty(2)
-    comm.all_gather(gathered, torch.full((2,), float(comm.rank)))
-    comm.reduce_scatter(mine, torch.arange(4.0))
+    comm.all_gather_into_tensor(gathered, torch.full((2,), float(comm.rank)))
+    comm.reduce_scatter_tensor(mine, torch.arange(4.0))
     return {
         "ring": x.tolist(),
         "gathered": gathered.tolist(),

@@ -98,8 +98,3 @@ def test_budget_and_attention():
     found = {"by hand": [(64, 4e6, 1e-3), (128, 16e6, 4e-3)], "fused": [(64, 1e6, 1e-3), (128, 2e6, 2e-3)]}
     left, right = figures.draw_attention(found).axes
     assert list(left.lines[0].get_ydata()) == [4, 16] and list(right.lines[1].get_ydata()) == [1, 2]
-
-
-def test_tables_align():
-    lines = figures.table(("", "bytes"), [("a", 1234), ("bcd", "5.0")]).splitlines()
-    assert lines == ["     bytes", "a    1,234", "bcd    5.0"]
