@@ -1,6 +1,8 @@
 "The figures of lesson roofline: functions of plain data that return a matplotlib figure, and a table."
 
+import itertools
 import math
+import statistics
 
 from course_lib import recorded, show
 from course_lib.roofline import CLASSES
@@ -71,13 +73,13 @@ def draw_copies(curves):
     "GB/s against the size of a buffer, {label: {bytes: bytes/s}}."
     fig, ax = _axes()
     for label, rates in curves.items():
-        ax.loglog(list(rates), [r / 1e9 for r in rates.values()], "o-", label=label)
+        ax.semilogx(list(rates), [r / 1e9 for r in rates.values()], "o-", label=label)
     ticks = {2**14: "16 kB", 2**18: "256 kB", 2**22: "4 MB", 2**26: "64 MB", 2**30: "1 GB"}
     low, high = min(map(min, curves.values())), max(map(max, curves.values()))
     ticks = {b: name for b, name in ticks.items() if low <= b <= high}
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.minorticks_off()
-    ax.set(xlabel="bytes of one buffer", ylabel="GB/s, read + written")
+    ax.set(xlabel="bytes of one buffer", ylabel="GB/s, read + written", ylim=(0, None))
     ax.legend()
     return fig
 
@@ -85,16 +87,18 @@ def draw_copies(curves):
 def draw_roofline(machines, points=(), hollow=False):
     "Roofs of {name: (FLOP/s, bytes/s)} and points (label, FLOP per byte, FLOP/s), `hollow` where predicted."
     fig, ax = _axes(figsize=(7.2, 4.4))
-    low, high = 2.0**-4, 2.0**14
+    low, high = 2.0**-7, 2.0**14
     for colour, (name, (flops, nbytes, *_)) in zip(show.COLOURS, machines.items(), strict=False):
         ridge = flops / nbytes
         label = f"{name}: ridge at {ridge:.3g} FLOP/byte"
         ys = [y / 1e12 for y in (low * nbytes, flops, flops)]
         ax.loglog([low, ridge, high], ys, color=colour, label=label)
-    for i, (label, x, y) in enumerate(sorted(points, key=lambda p: p[1])):
+    points, left = sorted(points, key=lambda p: p[1]), False
+    for (label, x, y), after in itertools.zip_longest(points, points[1:]):
         ax.plot([x], [y / 1e12], "o", mfc="white" if hollow else GREEN, mec=GREEN, ms=6, zorder=3)
-        # To the left above and to the right below by turns: neighbours do not collide.
-        at, side = ((-7, 5), "right") if i % 2 and hollow else ((8, -9), "left")
+        # To the right below; to the left above where the next point is too near.
+        left = not left and after is not None and after[1] < 8 * x and 0.4 < after[2] / y < 2.5
+        at, side = ((-7, 5), "right") if left else ((8, -9), "left")
         ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side)
     ax.margins(y=0.1)
     ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s", xlim=(low, high))
@@ -103,8 +107,10 @@ def draw_roofline(machines, points=(), hollow=False):
     return fig
 
 
-def draw_batches(times, memory, compute, crossing):
-    "Milliseconds of a linear layer against its batch: measured {batch: s}, and the two roofs {batch: s}."
+def draw_batches(times, costs, flops_roof, bytes_roof, crossing):
+    "Milliseconds of a linear layer against its batch: {batch: s}, and what {batch: (FLOPs, bytes)} need."
+    memory = {b: c[1] / bytes_roof for b, c in costs.items()}
+    compute = {b: c[0] / flops_roof for b, c in costs.items()}
     fig, ax = _axes()
     for ys, style, label in (
         (memory, {"color": ORANGE, "ls": "--"}, "least time for the bytes"),
@@ -153,15 +159,13 @@ def draw_growth(runs):
     "FLOPs of known training runs against their year, [(name, year, FLOPs), …], and the line through them."
     fig, ax = _axes()
     years, logs = [r[1] for r in runs], [math.log10(r[2]) for r in runs]
-    x0, y0 = sum(years) / len(runs), sum(logs) / len(runs)
-    slope = sum((x - x0) * (y - y0) for x, y in zip(years, logs, strict=True))
-    slope /= sum((x - x0) ** 2 for x in years)
+    slope, at_zero = statistics.linear_regression(years, logs)
     ax.semilogy(years, [r[2] for r in runs], "o", color=BLUE)
     ends = [min(years) - 0.5, max(years) + 1.5]
-    ax.semilogy(ends, [10 ** (y0 + slope * (x - x0)) for x in ends], "--", lw=1, color=GREY)
+    ax.semilogy(ends, [10 ** (at_zero + slope * x) for x in ends], "--", lw=1, color=GREY)
     for name, year, flops in runs:
-        ax.annotate(name, (year, flops), xytext=(7, -10), textcoords="offset points", fontsize=8)
-    ax.set(xlabel="year", ylabel="FLOPs of the training run", xlim=(ends[0], ends[1] + 1))
+        ax.annotate(name, (year, flops), xytext=(-7, 4), textcoords="offset points", fontsize=8, ha="right")
+    ax.set(xlabel="year", ylabel="FLOPs of the training run", xlim=(ends[0] - 1.5, ends[1]))
     ax.set_title(f"× {10**slope:.1f} a year")
     return fig
 
