@@ -20,7 +20,6 @@ from course_lib.meter import operators as portable
 # BERT-large's encoder on a V100: Ivanov et al., "Data Movement Is All You Need", arXiv 2007.00072, table 1.
 PUBLISHED_TIME = {"contraction": 61.0, "normalisation": 25.5, "elementwise": 13.5}
 CLASSES = portable.CLASSES
-VALUES = ("gaussian", "uniform", "zeros", "nan")
 
 
 class Transformer(NamedTuple):
@@ -77,11 +76,10 @@ def six_operators():
 
 
 def encoder_operators(batch, seq=512, width=1024, heads=16):
-    "Five operators of a BERT-large layer's forward pass on `batch` sequences."
+    "Four operators of a BERT-large layer's forward pass on `batch` sequences."
     tokens, scores = (batch, seq, width), (batch * heads, seq, seq)
     return [
         operator("feed-forward", "matmul", tokens, (width, 4 * width)),
-        operator("projection", "matmul", tokens, (width, width)),
         operator("scores", "bmm", (batch * heads, seq, width // heads), (batch * heads, width // heads, seq)),
         operator("softmax", "softmax", scores),
         operator("residual add", "add", tokens, tokens),
@@ -112,10 +110,8 @@ def shares(amounts):
 
 def operand(values, n, dtype):
     'An n x n matrix on the device at hand: "gaussian", "uniform" in [0, 1), "zeros" or "nan".'
-    if values in ("zeros", "nan"):
-        return torch.full(
-            (n, n), 0.0 if values == "zeros" else math.nan, dtype=dtype, device=machine.device()
-        )
+    if fill := {"zeros": (0.0,), "nan": (math.nan,)}.get(values):
+        return torch.full((n, n), *fill, dtype=dtype, device=machine.device())
     draw = {"gaussian": torch.randn, "uniform": torch.rand}[values]
     return draw(n, n, device=machine.device()).to(dtype)
 

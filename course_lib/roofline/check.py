@@ -44,7 +44,7 @@ def cost(answer):
 
 def _cost_cases():
     for size in (40, 40, 40, 3000):
-        m, k, n, b, c = core.ragged(2, size, 5)
+        (m, k, n), (b, c) = core.ragged(2, size, 3), core.ragged(2, 20, 2)
         yield "matmul", (m, k), (k, n)
         yield "matmul", (b, m, k), (k, n)
         yield "matmul", (b, c, m, k), (k, n)
@@ -190,7 +190,7 @@ def mfu(answer):
         peaks = {"dense": dense, "sparse": 2 * dense}
         want = 0.99 if case == 5 else random.uniform(0.15, 0.9)
         rate = want * gpus * dense / (_causal_flops(model) / model.seq)
-        what = f"mfu of {model} at {rate:,.0f} tokens/s on {gpus} GPUs of {dense:.4g} FLOP/s"
+        what = f"mfu of {model}, causal, at {rate:,.0f} tokens/s, gpus={gpus}, dense peak {dense:.4g}"
         try:
             got = core.number(core.call(answer, model, rate, gpus, dict(peaks)), what)
         except core.Wrong as e:

@@ -96,9 +96,9 @@ def draw_roofline(machines, points=(), hollow=False):
     points, left = sorted(points, key=lambda p: p[1]), False
     for (label, x, y), after in itertools.zip_longest(points, points[1:]):
         ax.plot([x], [y / 1e12], "o", mfc="white" if hollow else GREEN, mec=GREEN, ms=6, zorder=3)
-        # To the right below; to the left above where the next point is too near.
+        # To the right below; to the left where the next point is too near.
         left = not left and after is not None and after[1] < 8 * x and 0.4 < after[2] / y < 2.5
-        at, side = ((-7, 5), "right") if left else ((8, -9), "left")
+        at, side = ((-7, 5 if hollow else -9), "right") if left else ((8, -9), "left")
         ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side)
     ax.margins(y=0.1)
     ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s", xlim=(low, high))
@@ -177,7 +177,7 @@ def view_run(data):
         chosen = m == data["mfu"]
         ax.loglog(data["counts"], curve, color=BLUE if chosen else GREY, lw=2 if chosen else 1,
                   ls="-" if chosen else style, label=f"MFU {m:.0%}")  # fmt: skip
-    ax.plot([data["gpus"]], [data["days"]], "o", color=ORANGE, ms=8)
+    ax.plot(data["gpus"], data["days"], "o", color=ORANGE, ms=8)
     for days, name in ((1, "a day"), (30, "a month"), (365, "a year")):
         ax.axhline(days, color=GREY, lw=0.6)
         ax.text(data["counts"][0], days * 1.08, name, fontsize=8, color=GREY, va="bottom")
