@@ -26,8 +26,8 @@ lab: $(ENV)
 	@$(COURSE) lab $(LESSON) $(if $(WORK),--work "$(WORK)") $(if $(PORT),--port $(PORT))
 
 test: lint
-	$(PY) -m pytest -m "not gpu" tests
-	$(PY) -m pytest -p course_lib.authoring.plugin --nbval-lax --nbval-current-env --nbval-cell-timeout=120 nbs
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu" -p course_lib.authoring.plugin \
+	    --nbval-lax --nbval-current-env --nbval-cell-timeout=120 tests nbs
 
 lint: $(ENV)
 	$(PY) -m ruff check .

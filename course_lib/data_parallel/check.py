@@ -22,7 +22,7 @@ from course_lib.data_parallel.check_sharding import sharded_adam, sharded_linear
     "data_parallel.1", "the sum on every rank for any length and any N, and not a byte more than a ring needs"
 )
 def ring_all_reduce(answer):
-    inputs.need_callable(answer)
+    core.need_callable(answer)
     cases = [(1, 5), (2, 7), (3, 1), (5, 3), (4, 4 * random.randint(2, 9))]
     cases += [
         (n, n * random.randint(3, 9) + random.randint(1, n - 1)) for n in (3, 4, random.choice((5, 6, 7)))
@@ -87,7 +87,7 @@ def _ring_traffic(group, ranks, length, size, what):
     "data_parallel.2", "the gradient of one process on every rank, tied and unused parameters included"
 )
 def data_parallel(answer):
-    inputs.need_callable(answer, "a class")
+    core.need_callable(answer, "a class")
     for ranks in (1, 2, random.choice((3, 4))):
         _steps(answer, inputs.Plain, ranks, [None] * 2)
         usage = [[random.random() < 0.5 for _ in range(ranks)] for _ in range(2)]
@@ -183,7 +183,7 @@ def _traffic(group, rank, step, model, kind, ranks, what):
     "as many all-reduces as buckets, each launched as soon as it is full, and the same gradients",
 )
 def bucketed(answer):
-    inputs.need_callable(answer, "a class")
+    core.need_callable(answer, "a class")
     for ranks in (2, random.choice((3, 4))):
         for limit in (random.randint(60, 150), random.randint(160, 250), random.randint(250, 400)):
 
@@ -242,7 +242,7 @@ def _buckets(events, model, limit, where):
     "data_parallel.4", "every known token of every rank weighs the same, and gradients travel once"
 )
 def accumulate(answer):
-    inputs.need_callable(answer)
+    core.need_callable(answer)
     for ranks in (1, 2, random.choice((3, 4))):
         words, width, classes = random.sample(range(4, 12), 3)
         model = inputs.Tagger(words, width, classes)
@@ -282,7 +282,7 @@ def accumulate(answer):
 
 @core.exercise("data_parallel.5", "what the wire leaves over agrees with messages simulated one by one")
 def exposed(answer):
-    inputs.need_callable(answer)
+    core.need_callable(answer)
     seen, draws = set(), 0
     while draws < 30 or len(seen) < len(inputs.SITUATIONS):
         draws += 1

@@ -11,10 +11,6 @@ from course_lib import checking as core
 from course_lib import group as groups
 
 
-def need_callable(answer, what="a function"):
-    core.require(callable(answer), f"expected {what}, got {core.kind(answer)}: pass it without calling it")
-
-
 def run(size, fn, what):
     "Run `fn(comm)` on a group of `size` ranks; the group and the results, or one sentence."
     group = groups.Group(size)

@@ -16,7 +16,7 @@ from course_lib.data_parallel.live import Live
 
 @core.exercise("data_parallel.6", "Adam's own steps, with a share of its state on each rank")
 def sharded_adam(answer):
-    inputs.need_callable(answer, "a class")
+    core.need_callable(answer, "a class")
     for ranks in (1, 2, 3, random.choice((4, 5))):
         big = ranks >= 4
         shapes = [(random.randint(2, 5), random.randint(3, 7)), (random.randint(2, 9),), ()]
@@ -98,7 +98,7 @@ def _adam(answer, ranks, shapes):
     "the whole layer's outputs and gradients; one full weight alive in forward, two such tensors in backward",
 )
 def sharded_linear(answer):
-    inputs.need_callable(answer)
+    core.need_callable(answer)
     for ranks in (1, 2, 3, random.choice((4, 5))):
         for widths in iter(lambda: [random.randint(26, 32) for _ in range(4)], None):
             if ranks == 1 or math.prod(widths[:2]) % ranks:  # a remainder is wanted

@@ -103,7 +103,7 @@ def _compiled(answer, calls):
 
 @core.exercise("fusion.5", "two graphs for 10 calls that all differ, and the running mean right in each")
 def centre(answer):
-    core.require(callable(answer), f"expected a class, got {core.kind(answer)}: pass it without calling it")
+    core.need_callable(answer, "a class")
     for _ in range(2):
         width = random.randrange(3, 9)
         calls = _different_calls(10, width)

@@ -10,21 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from course_lib import checking as core
 from course_lib.checking import yours  # noqa: F401
 
-
-def _ragged(low, high, n):
-    "`n` different numbers."
-    return random.sample(range(low, high), n)
-
-
 # --- resizing.1 ---------------------------------------------------------------------------
 
 
 @core.exercise("resizing.1", "FLOPs right for six stages of random shapes, odd sides among them")
 def stage_flops(answer):
     for k in range(6):
-        batch, channels, width = _ragged(2, 12, 3)
+        batch, channels, width = core.ragged(2, 12, 3)
         depth = (1, 2, 3, 5)[k % 4]
-        height, side = _ragged(9, 40, 2)
+        height, side = core.ragged(9, 40, 2)
         if k == 1:
             height, side = 2 * (height // 2) + 1, 2 * (side // 2)  # odd and even
         layers = [nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False)]
@@ -225,7 +219,7 @@ def _compare(answer, ratios, why):
     "Times made from sorted ratios; the runs themselves differ far more than the two arms do."
     middle = len(ratios) // 2
     median = ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
-    seeds = _ragged(0, 1000, len(ratios))
+    seeds = core.ragged(0, 1000, len(ratios))
     fixed, progressive = {}, {}
     for seed, ratio in zip(seeds, random.sample(ratios, len(ratios)), strict=True):
         took = 10 ** random.uniform(-1, 2)

@@ -12,14 +12,6 @@ from course_lib import models
 from course_lib.checking import yours  # noqa: F401
 
 
-def _parts(got, what, names):
-    "`got` as a list of as many parts as `names`, or `Wrong`."
-    if not isinstance(got, list | tuple) or len(got) != len(names):
-        size = f" of {len(got)}" if isinstance(got, list | tuple) else ""
-        raise core.Wrong(f"{what}: expected a tuple ({', '.join(names)}), got {core.kind(got)}{size}")
-    return list(got)
-
-
 def _run(scheduler, opt, steps, *names):
     "What a torch scheduler gives at steps 0 … `steps`: lists of the optimiser's options."
     rows = []
@@ -109,7 +101,7 @@ def _cycle(answer, arguments, lr, momentum):
     names = ("t", "peak", "warmup", "div", "div_final")
     what = ", ".join(f"{n}={v:.4g}" for n, v in zip(names, arguments[:-1], strict=True))
     what = f"one_cycle({what}, moms=({', '.join(f'{m:.3g}' for m in arguments[-1])}))"
-    got = _parts(core.call(answer, *arguments), what, ("lr", "momentum"))
+    got = core.parts(core.call(answer, *arguments), "lr momentum", what)
     core.close(got[0], lr, f"lr of {what}", rtol=1e-5, atol=1e-12)
     core.close(got[1], momentum, f"momentum of {what}", rtol=1e-5)
 
@@ -204,7 +196,7 @@ def _telling(losses, smooth):
 def _tested(answer, what, *arguments):
     # The model, the optimiser and the batches are the answer's to use: their restoration is what is checked.
     got = core.call(answer, *arguments, mutates=range(7))
-    return _parts(got, what, ("lr", "lrs", "losses"))
+    return core.parts(got, "lr lrs losses", what)
 
 
 def _series(got, want, what, rtol):
@@ -443,7 +435,7 @@ def steps_to_target(answer):
             curves = [_curve(target, 0.0) for _ in range(3)]
         what = f"{len(curves)} runs, target {target:.3g}, hold {hold}"
         got = core.call(answer, curves, target, hold)
-        each, median = _parts(got, f"steps_to_target on {what}", ("steps of each run", "median"))
+        each, median = core.parts(got, "steps median", f"steps_to_target on {what}")
         want = [_by_string(c, target, hold) for c in curves]
         core.require(
             isinstance(each, list | tuple) and len(each) == len(want),

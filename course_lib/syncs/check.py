@@ -14,17 +14,12 @@ from course_lib import meter, syncs
 from course_lib.checking import yours  # noqa: F401
 from course_lib.syncs import check_inputs as inputs
 
-
-def _function(answer, what="a function"):
-    core.require(callable(answer), f"expected {what}, got {core.kind(answer)}: pass it without calling it")
-
-
 # --- syncs.1 ---------------------------------------------------------------------------
 
 
 @core.exercise("syncs.1", "no sync before the last step, and all seven answers are those of the slow loop")
 def train(answer):
-    _function(answer)
+    core.need_callable(answer)
     for every in random.sample((2, 3, 4, 5), 2):
         kinds = set()
         while kinds < inputs.KINDS:  # everything must happen that an answer can get wrong
@@ -113,7 +108,7 @@ def _same_lines(got, want):
 
 @core.exercise("syncs.2", "told in time on 12 virtual GPUs, no false alarm, no sync, and the GPU never idle")
 def nan_watch(answer):
-    _function(answer, "a class")
+    core.need_callable(answer, "a class")
     for every in (1, 2, random.randrange(3, 6), random.randrange(6, 12)):
         bad = random.randrange(2 * every + 1, 5 * every + 2)
         _one_watch(answer, every, bad, math.nan, slow=True)
@@ -184,7 +179,7 @@ def _judge_watch(world, every, bad, told, steps, slow, where):
     "syncs.3", "means right for ragged, empty and single batches; as few operators for 41 as for 7"
 )
 def pool(answer):
-    _function(answer)
+    core.need_callable(answer)
     n, t, d = random.sample(range(3, 20), 3)
     for case, shape in {
         "": (n, t, d), "one sample": (1, t, d), "no sample": (0, t, d), "one row each": (n, 1, d),
@@ -244,7 +239,7 @@ def _pooled(answer, case, n, t, d):
 
 @core.exercise("syncs.4", "largest gap and its cause right in 40 traces of up to three streams")
 def largest_gap(answer):
-    _function(answer)
+    core.need_callable(answer)
     for case in range(40):
         events, causes = inputs.trace(1 + case % 3, blocks=random.randrange(2, 6))
         want = inputs.by_ruler(events, causes)
@@ -284,7 +279,7 @@ def _one_trace(answer, events, want, what):
 
 @core.exercise("syncs.5", "every planted step found and no false alarm in 12 noisy, drifting runs")
 def slow_steps(answer):
-    _function(answer, "a class")
+    core.need_callable(answer, "a class")
     for case in range(12):
         noise = (0.015, 0.09, random.uniform(0.02, 0.08))[case % 3]
         drift = (0.3, -0.2, 0.0, random.uniform(-0.2, 0.3))[case // 3]
