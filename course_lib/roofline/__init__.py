@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from course_lib import machine
+from course_lib import machine, recorded
 from course_lib.meter import operators as portable
 
 # BERT-large's encoder on a V100: Ivanov et al., "Data Movement Is All You Need", arXiv 2007.00072, table 1.
@@ -98,8 +98,7 @@ def op_class(key):
             return "contraction"
         reduces = key.startswith(("triton_red_", "triton_per_")) or "softmax" in key or "_norm" in key
         return "normalisation" if reduces else "elementwise"
-    base = key.removeprefix("aten::")
-    return "contraction" if "attention" in base else portable.op_class(base)
+    return "contraction" if "attention" in key else portable.op_class(key.removeprefix("aten::"))
 
 
 def shares(amounts):
@@ -118,7 +117,7 @@ def operand(values, n, dtype):
 
 def said(prediction, measured, unit):
     "One sentence that compares a prediction (None: none was written) with what came out."
-    shown = f"{measured:,.0f}" if measured >= 1000 else f"{measured:.3g}"
+    shown = recorded.shown({"value": measured})
     if not isinstance(prediction, int | float) or not prediction > 0:
         return f"{shown} {unit} (you wrote no prediction)"
     off = max(prediction / measured, measured / prediction)

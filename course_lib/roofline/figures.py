@@ -20,10 +20,14 @@ def recorded_classes(name):
 def table(header, rows):
     "Rows of text and numbers as lines in columns, numbers at three digits; the first column to the left."
     cells = [header]
-    cells += [[c if isinstance(c, str) else recorded.shown({"value": c}) for c in row] for row in rows]
+    cells += [[c if isinstance(c, str) else _shown(c) for c in row] for row in rows]
     wide = [max(len(r[i]) for r in cells) for i in range(len(header))]
     lines = ["  ".join((c.rjust if i else c.ljust)(wide[i]) for i, c in enumerate(r)) for r in cells]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _shown(value):
+    return recorded.shown({"value": value})
 
 
 def _axes(n=1, **kw):
@@ -35,19 +39,19 @@ def _axes(n=1, **kw):
 def draw_classes(bars, xlabel, unit=""):
     "Stacked bars of {label: {class: value}}, the first label on top; `unit` is written after each total."
     fig, ax = _axes(figsize=(6.8, 1.2 + 0.4 * len(bars)))
-    most = max(sum(b[c] for c in CLASSES) for b in bars.values())
+    totals = [sum(b[c] for c in CLASSES) for b in bars.values()]
     for i, c in enumerate(CLASSES):
         left = [sum(b[d] for d in CLASSES[:i]) for b in bars.values()]
         widths = [b[c] for b in bars.values()]
         ax.barh(list(bars), widths, left=left, color=show.COLOURS[i], label=NAMES[c])
         for row, (x, w) in enumerate(zip(left, widths, strict=True)):
-            if w >= 0.06 * most:
-                ax.text(x + w / 2, row, f"{w:.3g}", ha="center", va="center", color="white", fontsize=9)
-    for row, b in enumerate(bars.values() if unit else ()):
-        ax.text(sum(b[c] for c in CLASSES), row, f" {sum(b[c] for c in CLASSES):.3g} {unit}", va="center")
+            if w >= 0.06 * max(totals):
+                ax.text(x + w / 2, row, _shown(w), ha="center", va="center", color="white", fontsize=9)
+    for row, total in enumerate(totals if unit else ()):
+        ax.text(total, row, f" {_shown(total)} {unit}", va="center")
     ax.invert_yaxis()
     ax.grid(False)
-    ax.set(xlim=(0, most * (1.18 if unit else 1)), xlabel=xlabel)
+    ax.set(xlim=(0, max(totals) * (1.18 if unit else 1)), xlabel=xlabel)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return fig
 
@@ -75,8 +79,7 @@ def draw_copies(curves):
     for label, rates in curves.items():
         ax.semilogx(list(rates), [r / 1e9 for r in rates.values()], "o-", label=label)
     ticks = {2**14: "16 kB", 2**18: "256 kB", 2**22: "4 MB", 2**26: "64 MB", 2**30: "1 GB"}
-    low, high = min(map(min, curves.values())), max(map(max, curves.values()))
-    ticks = {b: name for b, name in ticks.items() if low <= b <= high}
+    ticks = {b: t for b, t in ticks.items() if b <= max(map(max, curves.values()))}
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.minorticks_off()
     ax.set(xlabel="bytes of one buffer", ylabel="GB/s, read + written", ylim=(0, None))
@@ -96,8 +99,7 @@ def draw_roofline(machines, points=(), hollow=False):
     points, left = sorted(points, key=lambda p: p[1]), False
     for (label, x, y), after in itertools.zip_longest(points, points[1:]):
         ax.plot([x], [y / 1e12], "o", mfc="white" if hollow else GREEN, mec=GREEN, ms=6, zorder=3)
-        # To the right below; to the left where the next point is too near.
-        left = not left and after is not None and after[1] < 8 * x and 0.4 < after[2] / y < 2.5
+        left = not left and after is not None and after[1] < 6 * x and 0.4 < after[2] / y < 2.5
         at, side = ((-7, 5 if hollow else -9), "right") if left else ((8, -9), "left")
         ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side)
     ax.margins(y=0.1)
@@ -134,8 +136,8 @@ def draw_cold(seconds, rates, samples):
     up.plot(seconds, [r / 1e12 for r in rates])
     up.set(xlabel="seconds since idle", ylabel="TFLOP/s", ylim=(0, None))
     at = [s for s in samples if 0 <= s[0] <= seconds[-1]]
-    down.plot([s[0] for s in at], [s[1] for s in at], "o-", ms=3, label="clock, MHz")
-    down.plot([s[0] for s in at], [s[2] for s in at], "o-", ms=3, label="power, W")
+    for i, label in ((1, "clock, MHz"), (2, "power, W")):
+        down.plot([s[0] for s in at], [s[i] for s in at], "o-", ms=3, label=label)
     down.set(xlabel="seconds since idle", ylabel="MHz, and W", ylim=(0, 2200))
     down.legend(loc="center right")
     return fig
@@ -165,8 +167,8 @@ def draw_growth(runs):
     ax.semilogy(ends, [10 ** (at_zero + slope * x) for x in ends], "--", lw=1, color=GREY)
     for name, year, flops in runs:
         ax.annotate(name, (year, flops), xytext=(-7, 4), textcoords="offset points", fontsize=8, ha="right")
-    ax.set(xlabel="year", ylabel="FLOPs of the training run", xlim=(ends[0] - 1.5, ends[1]))
-    ax.set_title(f"× {10**slope:.1f} a year")
+    ax.set(xlabel="year", ylabel="FLOPs of the training run", title=f"× {10**slope:.1f} a year")
+    ax.set_xlim(ends[0] - 1.5, ends[1])
     return fig
 
 
@@ -181,8 +183,8 @@ def view_run(data):
     for days, name in ((1, "a day"), (30, "a month"), (365, "a year")):
         ax.axhline(days, color=GREY, lw=0.6)
         ax.text(data["counts"][0], days * 1.08, name, fontsize=8, color=GREY, va="bottom")
-    ax.set(xlabel="GPUs", ylabel="days")
     run = f"$10^{{{data['log10_flops']:g}}}$ FLOPs on {data['gpus']:,} GPUs at {data['mfu']:.0%}"
-    ax.set_title(f"{run}: {data['days']:,.{0 if data['days'] >= 10 else 1}f} days")
+    days = f"{data['days']:,.{0 if data['days'] >= 10 else 1}f} days"
+    ax.set(xlabel="GPUs", ylabel="days", title=f"{run}: {days}")
     ax.legend()
     return fig
