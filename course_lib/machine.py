@@ -11,9 +11,10 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import sys
 import sysconfig
-import time
+import timeit
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,26 +117,17 @@ def host():
 
 def cores():
     "Processor cores this process may use."
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def _cpu_model():
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.lower().startswith("model name"):
-                return " ".join(line.split(":", 1)[1].split())
-    if sys.platform == "darwin":
-        import subprocess
-
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            run = subprocess.run(
-                ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=5
-            )
-            if run.stdout.strip():
-                return run.stdout.strip()
+        found = re.search(
+            r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE
+        )
+        if found:
+            return " ".join(found[1].split())
     return platform.processor() or platform.machine() or "CPU"
 
 
@@ -144,64 +136,34 @@ def matmul_rate(dtype=None, n=None):
 
     By default bfloat16 at n = 8192 on a GPU, float32 at 1024 or more on a CPU. About a second.
     """
-    dev = device()
     dtype = dtype or pick(cpu=torch.float32, gpu=torch.bfloat16)
-    grow = n is None
-    n = n or pick(cpu=1024, gpu=8192)
-    while True:
-        a, b = (torch.randn(n, n, device=dev).to(dtype) for _ in range(2))
-        with torch.no_grad():
-            # The 20th percentile: a peak is what the machine does undisturbed.
-            took = timing.time(torch.mm, a, b, seconds=0.4).low
-        if took > 5e-3 or not grow or n >= 8192:
-            return 2 * n**3 / took
-        n *= 2  # too short to fill a large machine
+    for size in [n] if n else pick(cpu=(1024, 2048, 4096, 8192), gpu=(8192,)):
+        a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
+        # The 20th percentile: a peak is what the machine does undisturbed.
+        took = timing.time(torch.mm, a, b, seconds=0.4).low
+        if took > 5e-3:  # a shorter one does not fill a large machine
+            break
+    return 2 * size**3 / took
 
 
 def copy_rate(nbytes=None):
     """Measured bytes/s of a copy in the device's memory, read + written, from the time of the faster runs.
 
-    `nbytes` is the size of one of the two buffers, by default several times the last cache.
+    `nbytes` is the size of one of the two buffers, by default larger than caches are.
     """
-    dev = device()
-    n = int(nbytes) if nbytes else _copy_bytes()
+    n = nbytes or pick(cpu=256 << 20, gpu=1 << 30)
     # Ones, not zeros: pages that were never written all read the same cached page.
-    a, b = (torch.ones(n, dtype=torch.uint8, device=dev) for _ in range(2))
+    a, b = (torch.ones(n, dtype=torch.uint8, device=device()) for _ in range(2))
     return 2 * n / timing.time(b.copy_, a, seconds=0.4).low
 
 
-def _copy_bytes():
-    if has_gpu():
-        free, _ = torch.cuda.mem_get_info()
-        return min(1 << 30, free // 4)
-    return max(128 << 20, 4 * _last_cache())
-
-
-def _last_cache():
-    "Bytes of the processor's last cache, 0 where the system doesn't say."
-    for level in (4, 3, 2):
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            size = os.sysconf(f"SC_LEVEL{level}_CACHE_SIZE")
-            if size > 0:
-                return size
-    return 0
-
-
 def launch_cost():
-    """Seconds that one operator on one number costs: the price of asking for it.
-
-    On a GPU this is the time to enqueue it; nothing waits for the result.
-    """
+    "Seconds to ask for one operator on one number. On a GPU it is enqueued; nothing waits for the result."
     x = torch.zeros(1, device=device())
-    n, samples = 500, []  # fewer than a CUDA queue holds, so that enqueuing never waits
-    for _ in range(11):
-        sync()
-        start = time.perf_counter()
-        for _ in range(n):
-            x.add_(1)
-        samples.append((time.perf_counter() - start) / n)
+    # 500 are fewer than a CUDA queue holds, so that enqueuing never waits.
+    samples = timeit.repeat("x.add_(1)", sync, number=500, repeat=11, globals={"x": x})
     sync()
-    return sorted(samples[1:])[len(samples) // 2]
+    return statistics.median(samples[1:]) / 500
 
 
 @functools.cache
@@ -216,36 +178,22 @@ def abilities():
     Triton is not imported. "interpreter": kernels run under TRITON_INTERPRET=1, on the CPU. "compile" is
     whether torch.compile finds what it builds with (Triton on a GPU, a C++ compiler on a CPU).
     """
-    gpu = has_gpu()
-    triton = None
+    gpu, triton = has_gpu(), None
     if importlib.util.find_spec("triton") is not None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         real = gpu and not interpreted and torch.cuda.get_device_capability() >= (7, 0)
         triton = "gpu" if real else "interpreter"
-    if gpu:
-        compiles = triton == "gpu" and _which("CC", "gcc", "cc", "clang")
-    else:
-        compiles = _which("CXX", "g++", "c++", "clang++", "cl")
-    return {"gpu": gpu, "triton": triton, "compile": compiles and _has_python_headers()}
-
-
-def _has_python_headers():
-    return (Path(sysconfig.get_path("include")) / "Python.h").exists()
-
-
-def _which(variable, *names):
-    given = os.environ.get(variable)
-    return any(shutil.which(n) for n in ([given] if given else names))
+    compilers = ("CC", "gcc", "cc", "clang") if gpu else ("CXX", "g++", "c++", "clang++", "cl")
+    builds = any(shutil.which(os.environ.get(c, c)) for c in compilers)
+    builds &= Path(sysconfig.get_path("include"), "Python.h").exists()
+    return {"gpu": gpu, "triton": triton, "compile": builds and (triton == "gpu" or not gpu)}
 
 
 def triton_version():
     "The installed Triton's version without importing it, or None."
-    if importlib.util.find_spec("triton") is None:
-        return None
-    for package in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-    return "unknown"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("triton")
+    return None
 
 
 def report():
@@ -253,14 +201,14 @@ def report():
 
     Sizes in bytes, rates in FLOP/s and bytes/s, launch cost in seconds. About two seconds the first time.
     """
-    import psutil
+    from course_lib import ram
 
     peak = peaks()
     properties = torch.cuda.get_device_properties(device()) if has_gpu() else None
     return {
         "device": name(),
         "type": device().type,
-        "ram_bytes": psutil.virtual_memory().total,
+        "ram_bytes": ram.total(),
         "gpu_memory_bytes": properties.total_memory if properties else None,
         "gpus": torch.cuda.device_count() if properties else 0,
         "cores": cores(),

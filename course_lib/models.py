@@ -11,11 +11,8 @@ from torch.nn import functional as F
 def mlp(sizes, activation=nn.ReLU):
     """A multilayer perceptron: linear layers of `sizes`, an activation between each two.
 
-    Takes [..., sizes[0]], gives [..., sizes[-1]]. ValueError where there are fewer than two sizes.
+    Takes [..., sizes[0]], gives [..., sizes[-1]].
     """
-    sizes = list(sizes)
-    if len(sizes) < 2:
-        raise ValueError(f"mlp needs at least two sizes, input and output; given {sizes}")
     layers = []
     for fan_in, fan_out in itertools.pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), activation()]
@@ -50,10 +47,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, width, heads, ffn=None):
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} can't be split over {heads} heads: choose a multiple of {heads}")
-        ffn = ffn or 4 * width
-        self.heads = heads
+        self.heads, ffn = heads, ffn or 4 * width
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -77,7 +71,7 @@ class Encoder(nn.Module):
 
     Without `vocab` it takes and gives [N, T, width]. With `vocab` it takes token ids [N, T] (int64, T up to
     `length`), adds learned positions, and gives logits [N, T, vocab]. `ffn` is the inner width of the
-    feed-forward, 4 * width by default. ValueError where width is no multiple of heads.
+    feed-forward, 4 * width by default.
     """
 
     def __init__(self, layers, width, heads, vocab=None, ffn=None, length=512):

@@ -11,6 +11,8 @@ import os
 import re
 from pathlib import Path
 
+from course_lib import show
+
 # COURSE_ROOT names another checkout; see authoring/notebook.py.
 NBS = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent) / "nbs"
 _mine = {}
@@ -43,9 +45,8 @@ def figures(lesson=None):
     rows = []
     for path in sorted(NBS.glob(f"[0-9][0-9]_{lesson or '*'}.ipynb")):
         stamp = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded") or {}
-        rows += [
-            {"lesson": path.stem[3:], "name": n, **f} for n, f in sorted(stamp.get("figures", {}).items())
-        ]
+        found = sorted(stamp.get("figures", {}).items())
+        rows += [{"lesson": path.stem[3:], "name": name, **figure} for name, figure in found]
     return rows
 
 
@@ -91,28 +92,15 @@ def compare(lesson, mine, alone=False):
     names = [n for n in dict.fromkeys([*mine, *theirs]) if n.startswith(f"{lesson}.")]
     if not names:
         return f"no figures for lesson {lesson} yet"
-    rows = [("figure", "this run", "recorded", "unit")]
-    for n in names:
-        rows.append((n, shown(mine.get(n)), shown(theirs.get(n)), (mine.get(n) or theirs[n])["unit"]))
-    if alone:
-        rows = [(name, value, unit) for name, value, _, unit in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            c.ljust(w) if i in (0, len(widths) - 1) else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
+    columns = {"this run": mine} if alone else {"this run": mine, "recorded": theirs}
+    rows = [
+        (n, *(shown(c.get(n)) for c in columns.values()), (mine.get(n) or theirs[n])["unit"]) for n in names
     ]
     sources = sorted({f"{f['machine']}, torch {f['torch']}, {f['date']}" for f in theirs.values()})
-    return "\n".join(line.rstrip() for line in lines) + (
-        "\nrecorded on " + "; ".join(sources) if sources else ""
-    )
+    text = show.table(("figure", *columns, "unit"), rows, left=(0, len(columns) + 1))
+    return text + ("\nrecorded on " + "; ".join(sources) if sources else "")
 
 
 def shown(figure):
     "A figure's value at three significant digits; a dash where there is none."
-    if figure is None:
-        return "–"
-    v = figure["value"]
-    return f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}"
+    return show.number(figure and figure["value"])

@@ -1,6 +1,9 @@
 "Fixtures that several test modules use, and the rule for tests that need a GPU."
 
+import shutil
+
 import pytest
+import small_course
 import toy_course
 
 
@@ -18,3 +21,20 @@ def pytest_collection_modifyitems(items):
 def toy(tmp_path, monkeypatch):
     "The toy course, built, with a fresh copy in work/; this process and its kernels use it, without a GPU."
     return toy_course.make(tmp_path / "course", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    "The folder of the small course, built; nobody writes there."
+    root = small_course.write(tmp_path_factory.mktemp("built"))
+    assert small_course.course(root, "build").returncode == 0
+    return root
+
+
+@pytest.fixture
+def course_root(built, tmp_path, monkeypatch):
+    "A copy of the small course, built; this process uses it."
+    root = tmp_path / "course"
+    shutil.copytree(built, root)
+    small_course.use(root, monkeypatch)
+    return root

@@ -3,9 +3,6 @@
 import ctypes
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -22,57 +19,22 @@ def add(x=1):
     return total.item()
 
 
-def raises(where, then_wait=True):
+def raises(where):
     if dist.get_rank() == where:
         raise ValueError("bad shape")
-    if then_wait:
-        dist.barrier()
-
-
-def mismatched():
-    x = torch.ones(3)
-    if dist.get_rank() == 0:
-        dist.all_reduce(x)
-    else:
-        dist.broadcast(x, 0)
-
-
-def receives_what_nobody_sends():
-    dist.irecv(torch.ones(2), 1 - dist.get_rank()).wait()
-
-
-def sleeps(where, seconds=100):
-    if where in (None, dist.get_rank()):
-        time.sleep(seconds)
-
-
-def spins():
-    while True:
-        pass
-
-
-def killed(where, number=signal.SIGKILL):
-    if dist.get_rank() == where:
-        os.kill(os.getpid(), number)
     dist.barrier()
 
 
-def exits(where, code):
+def killed(where):
     if dist.get_rank() == where:
-        print("last words", file=sys.stderr)
-        os._exit(code)
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-def crashes(where):
-    if dist.get_rank() == where:
-        ctypes.string_at(0)
-    dist.barrier()
-
-
-def with_a_child():
-    "A process that a rank starts and forgets."
-    return subprocess.Popen(["sleep", "100"]).pid
+def holds_the_gil_or_stops():
+    if dist.get_rank():
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ctypes.PyDLL(None).sleep(100)
 
 
 def ring(n, dtype=torch.float32):

@@ -15,6 +15,7 @@ def double(x):
     y = x + x
     return y
     ### END SOLUTION"""
+NUMBERS = {"tiny": "01", "second": "06", "toy": "06"}
 HINTS = (
     "<details><summary>Hint 1</summary>Add.</details>\n\n<details><summary>Hint 2</summary>x + x</details>\n"
 )
@@ -49,10 +50,9 @@ def markdown(name, source):
 
 def worked(number="01", slug="tiny", title="Tiny", stub=STUB):
     "A worked notebook with one exercise, as nbs/ holds it."
-    exercise = {"id": f"{number}.1", "title": "Double", "minutes": 5, "difficulty": 2}
-    heading = f"### Exercise {number}.1 · Double · ●●○ · 5 min\n\nWrite it.\n\n"
+    exercise = {"id": f"{slug}.1", "title": "Double", "minutes": 5, "difficulty": 2}
+    heading = f"### Exercise {slug}.1 · Double · ●●○ · 5 min\n\nWrite it.\n\n"
     course = {
-        "number": number,
         "slug": slug,
         "title": title,
         "part": "A. First",
@@ -68,13 +68,13 @@ def worked(number="01", slug="tiny", title="Tiny", stub=STUB):
             markdown("ex1", heading + HINTS),
             code("ex1-stub", stub, ["exercise"]),
             code("ex1-check", "# NBVAL_CHECK_OUTPUT\nprint(double(2))", ["check"], exercise=exercise),
-            code("tail", "1 + 1", ["gpu"]),
+            code("tail", "%%gpu a sum\n1 + 1"),
         ],
         "metadata": {
             "course": course,
             "kernelspec": {"display_name": "Something", "language": "python", "name": "python3"},
             "language_info": {"name": "python", "version": "3.12.1"},
-            "recorded": copy.deepcopy(STAMP) | {"figures": {f"{number}.copy_tbps": figure}},
+            "recorded": copy.deepcopy(STAMP) | {"figures": {f"{slug}.copy_tbps": figure}},
             "widgets": {},
         },
         "nbformat": 4,
@@ -94,24 +94,24 @@ Text.
 <!-- /figures -->
 The end.
 """
-MUTANTS = 'REFERENCE = {"01.1": 1}\nMUTANTS = {\n    "01.1": [forgets, counts_twice, off_by_one],\n}\n'
+MUTANTS = 'REFERENCE = {"tiny.1": 1}\nMUTANTS = {\n    "tiny.1": [forgets, counts_twice, off_by_one],\n}\n'
 
 
 def write(root):
     "The small course under `root`, with nothing built yet; returns the root."
-    for folder in ("nbs", "lessons", "tests/mutants"):
+    for folder in ("nbs", "lessons", "tests/tiny"):
         (root / folder).mkdir(parents=True)
     put(root, worked())
-    put(root, worked("05", "second", "Second"))
+    put(root, worked("06", "second", "Second"))
     (root / "README.md").write_text(README, encoding="utf-8")
-    (root / "tests/mutants/tiny.py").write_text(MUTANTS, encoding="utf-8")
+    (root / "tests/tiny/mutants.py").write_text(MUTANTS, encoding="utf-8")
     return root
 
 
 def put(root, nb, name=None):
     "Write a worked notebook to nbs/; returns its path."
     course = nb["metadata"]["course"]
-    path = root / "nbs" / (name or f"{course['number']}_{course['slug']}.ipynb")
+    path = root / "nbs" / (name or f"{NUMBERS.get(course['slug'], '01')}_{course['slug']}.ipynb")
     path.write_text(json.dumps(nb), encoding="utf-8")
     return path
 

@@ -1,12 +1,11 @@
 import argparse
 import copy
-import json
 import re
 
 import pytest
 import small_course
 
-from course_lib.authoring import build, notebook
+from course_lib.authoring import answers, build, notebook
 
 ROOT = small_course.REPOSITORY
 
@@ -40,7 +39,7 @@ def test_a_lesson_has_stubs_and_no_outputs():
     for c in made["cells"]:
         if c["cell_type"] == "code":
             assert c["outputs"] == [] and c["execution_count"] is None
-    assert cells["ex1-check"]["metadata"]["exercise"]["id"] == "01.1"
+    assert cells["ex1-check"]["metadata"]["exercise"]["id"] == "tiny.1"
     assert set(made["metadata"]) == {"course", "kernelspec", "language_info"}
     assert made["metadata"]["kernelspec"]["name"] == "python3"
     assert made["metadata"]["course"]["version"] == notebook.lesson_hash(nb)
@@ -73,7 +72,7 @@ def test_the_answer_is_part_of_the_version():
 def test_build_is_idempotent_and_check_holds_it(root, capsys):
     assert run(check=True) == 1
     assert "lessons/01_tiny.ipynb is behind its source" in capsys.readouterr().err
-    assert not list((root / "lessons").iterdir())
+    assert not list((root / "lessons").iterdir()) and not (root / "course_lib").exists()
     assert run() == 0
     first = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
     assert len(list((root / "lessons").iterdir())) == 2
@@ -86,12 +85,15 @@ def test_check_names_a_lesson_that_is_behind(root, capsys):
     small_course.put(root, small_course.worked(stub=small_course.STUB.replace("x + x", "2 * x")))
     capsys.readouterr()
     assert run(check=True) == 1
-    assert capsys.readouterr().err == "lessons/01_tiny.ipynb is behind its source: run `course build`\n"
+    behind = "course_lib/tiny/solutions.py", "lessons/01_tiny.ipynb"
+    assert capsys.readouterr().err == "".join(
+        f"{n} is behind its source: run `course build`\n" for n in behind
+    )
 
 
 def test_an_edited_lesson_is_behind(root):
     run()
-    path = root / "lessons/05_second.ipynb"
+    path = root / "lessons/06_second.ipynb"
     path.write_text(path.read_text().replace("YOUR CODE", "MY CODE"))
     assert run(check=True) == 1
     assert run() == 0 and "YOUR CODE" in path.read_text()
@@ -99,11 +101,12 @@ def test_an_edited_lesson_is_behind(root):
 
 def test_an_orphaned_lesson(root, capsys):
     run()
-    (root / "nbs/05_second.ipynb").unlink()
+    (root / "nbs/06_second.ipynb").unlink()
     assert run(check=True) == 1
-    assert "lessons/05_second.ipynb has no source in nbs/" in capsys.readouterr().err
-    assert run() == 0 and not (root / "lessons/05_second.ipynb").exists()
-    assert "05" not in (root / "README.md").read_text()
+    assert "lessons/06_second.ipynb has no source in nbs/" in capsys.readouterr().err
+    assert run() == 0 and not (root / "lessons/06_second.ipynb").exists()
+    assert not (root / "course_lib/second/solutions.py").exists()
+    assert "06" not in (root / "README.md").read_text()
 
 
 def test_a_refused_source_leaves_its_lesson_and_spares_the_others(root, capsys):
@@ -112,13 +115,13 @@ def test_a_refused_source_leaves_its_lesson_and_spares_the_others(root, capsys):
     nb = small_course.worked()
     nb["cells"][1]["metadata"]["tags"] = ["NBVAL_SKIP"]
     small_course.put(root, nb)
-    small_course.put(root, small_course.worked("05", "second", "Renamed"))
+    small_course.put(root, small_course.worked("06", "second", "Renamed"))
     assert run(check=True) == 1
     capsys.readouterr()
     assert run() == 1
     assert capsys.readouterr().err.startswith("nbs/01_tiny.ipynb, cell start: the tag NBVAL_SKIP")
     assert (root / "lessons/01_tiny.ipynb").read_bytes() == old
-    assert "Renamed" in (root / "lessons/05_second.ipynb").read_text()
+    assert "Renamed" in (root / "lessons/06_second.ipynb").read_text()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"cells": [1]}', "\x00"])
@@ -132,10 +135,10 @@ def test_a_damaged_source_is_one_sentence(root, capsys, text):
 
 def test_names_of_worked_notebooks(root, capsys):
     small_course.put(root, small_course.worked(), "Untitled.ipynb")
-    small_course.put(root, small_course.worked("05", "third"))
+    small_course.put(root, small_course.worked("06", "third"), "06_third.ipynb")
     assert run() == 1
     err = capsys.readouterr().err
-    assert "Untitled.ipynb: a lesson's file is named NN_topic.ipynb" in err and "a second lesson 05" in err
+    assert "Untitled.ipynb: a lesson's file is named NN_topic.ipynb" in err and "a second lesson 06" in err
 
 
 def test_readme_is_derived_and_held(root, capsys):
@@ -145,8 +148,8 @@ def test_readme_is_derived_and_held(root, capsys):
         text.startswith("# Tiny\n") and text.endswith("<!-- /figures -->\nThe end.\n") and "\nText.\n" in text
     )
     assert "**A. First**" in text
-    assert "| 05 | [Second](lessons/05_second.ipynb) | 20 | nothing | 1 |" in text
-    assert "| 05 | `05.copy_tbps` | 4.27 | TB/s | ≥ 4 | NVIDIA H200 | 2026-11-29 |" in text
+    assert "| 06 | [Second](lessons/06_second.ipynb) | 20 | nothing | 1 |" in text
+    assert "| `second.copy_tbps` | 4.27 | TB/s | ≥ 4 | NVIDIA H200 | 2026-11-29 |" in text
     (root / "README.md").write_text(text.replace("4.27", "5.27"), encoding="utf-8")
     capsys.readouterr()
     assert run(check=True) == 1
@@ -160,10 +163,88 @@ def test_readme_without_its_parts_is_refused(root, capsys):
     assert "README.md must hold one part between `<!-- lessons -->`" in capsys.readouterr().err
 
 
-def test_a_course_with_nothing_recorded(root):
-    for path in (root / "nbs").glob("*.ipynb"):
-        nb = json.loads(path.read_text())
-        del nb["metadata"]["recorded"]
-        path.write_text(json.dumps(nb))
+def test_a_draft_is_built_and_not_shown(root):
+    nb = small_course.worked()
+    nb["metadata"]["recorded"] = {"cells": {}}  # marked cells alone
+    small_course.put(root, nb)
+    assert run() == 0 and (root / "lessons/01_tiny.ipynb").exists()
+    text = (root / "README.md").read_text()
+    assert "01_tiny" not in text and "06_second" in text and "tiny." not in text
+    nb = small_course.worked("06", "second", "Second")
+    del nb["metadata"]["recorded"]
+    small_course.put(root, nb)
     assert run() == 0
-    assert "None recorded yet." in (root / "README.md").read_text()
+    text = (root / "README.md").read_text()
+    assert "None yet." in text and "None recorded yet." in text
+
+
+def test_the_picture_of_the_readme_is_one_that_a_lesson_drew(root):
+    nb = small_course.worked()
+    image = {"output_type": "display_data", "metadata": {}, "data": {"image/png": "iVBORw0="}}
+    by_id(nb)["start"] |= {"outputs": [image], "metadata": {"picture": "picture.png"}}
+    small_course.put(root, nb)
+    assert run() == 0 and (root / "picture.png").read_bytes() == b"\x89PNG\r"
+    (root / "picture.png").write_bytes(b"")
+    assert run(check=True) == 1
+
+
+SOLVED = {
+    "imports": "import math, sys\nfrom torch.nn import functional as F",
+    "ex1-stub": """\
+LIMIT = 2
+
+@F.decorated
+def double(x, n=LIMIT):
+    ### BEGIN SOLUTION
+    y = [math.prod([a, half(n)]) for a in x]
+    return y
+    ### END SOLUTION
+
+    ### BEGIN STARTER
+    # return x
+    ### END STARTER
+
+double.doubled = True
+print(double(1))
+""",
+    "ex1-check": "# NBVAL_CHECK_OUTPUT\ncheck.double(double, LIMIT)",
+    "ex2-stub": "def half(x):\n    ### BEGIN SOLUTION\n    return x / 2\n    ### END SOLUTION",
+}
+SOLUTIONS = """\
+# Generated by `course build` from nbs/01_tiny.ipynb: do not edit.
+import math
+from torch.nn import functional as F
+
+
+LIMIT = 2
+
+@F.decorated
+def double(x, n=LIMIT):
+    y = [math.prod([a, half(n)]) for a in x]
+    return y
+
+double.doubled = True
+
+
+def half(x):
+    return x / 2
+
+
+EXERCISES = {
+    'tiny.1': ('double', 'LIMIT'),
+    'tiny.2': ('half',),
+}
+"""
+
+
+def test_solutions_are_the_exercises_cells_and_their_imports():
+    nb = small_course.worked()
+    about = {"id": "tiny.2", "title": "Half", "minutes": 1, "difficulty": 1}
+    nb["cells"] += [
+        small_course.code("ex2-stub", "", ["exercise"]),
+        small_course.code("ex2-check", "check.half(half)", ["check"], exercise=about),
+    ]
+    nb["cells"].insert(0, small_course.code("imports", ""))
+    for name, text in SOLVED.items():
+        by_id(nb)[name]["source"] = text
+    assert answers.module(nb, "01_tiny") == SOLUTIONS

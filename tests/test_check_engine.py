@@ -1,7 +1,6 @@
 "The engine of `course check`: what passes, what can't, and that a bad cell leaves other verdicts alone."
 
 import argparse
-import copy
 import json
 import re
 import subprocess
@@ -13,229 +12,175 @@ import small_course
 import toy_course
 from small_course import code
 
-from course_lib.authoring import check, kernel, watch
-from course_lib.authoring.notebook import CourseError
+from course_lib.authoring import check, kernel, notebook, progress
 
 
 @pytest.fixture
-def run(toy, capfd):
-    "Run `course check 05`; returns (exit status, {exercise: words}, stdout, stderr)."
+def run(toy, capfd, monkeypatch):
+    "Run `course check toy`; returns (exit status, {exercise: words}, stdout, stderr)."
+    monkeypatch.setenv("COLUMNS", "400")
 
-    def run(*, timeout=20, work=None):
-        args = argparse.Namespace(lessons=["05"], work=work or toy.work, timeout=timeout)
+    def run(timeout=20, exercise=None):
+        args = argparse.Namespace(lessons=["toy"], work=toy.work, timeout=timeout, exercise=exercise)
         status = check.check_cmd(args)
         out, err = capfd.readouterr()
-        return status, rows(out), out, err
+        table = dict(re.findall(r"^(toy\.\d)  \w+ +(.*)$", out, re.MULTILINE))
+        return status, table, out, err
 
     return run
 
 
-def rows(out):
-    "The table that was printed, lines that belong together joined: {'05.1': 'passed', …}."
-    found, number = {}, None
-    for line in out.splitlines():
-        words = line.split()
-        if words[:1] and words[0].startswith("05."):
-            number, words = words[0], words[2:]
-        elif not line.startswith(" " * 8):
-            number = None
-        if number:
-            found[number] = " ".join([*filter(None, [found.get(number)]), *words])
-    return found
+def executed(out):
+    "The cells that were executed, by the lines that were printed."
+    return re.findall(r"^(\S.*?)  \d+\.\d s$", out, re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
-
-
-def test_a_solved_notebook_passes_and_is_noted(toy, run):
+def test_a_solved_notebook_passes_and_only_what_is_needed_is_executed(toy, run):
     toy.solve()
     nb = toy.read()
     nb["metadata"]["kernelspec"]["name"] = "a kernel that is nowhere"
+    beside = "assert open('helper.txt').read() == 'beside'\nopen('stray', 'w')\nimport math"
+    nb["cells"].insert(1, code([1], ["%load_ext autoreload\n", beside]))  # an id that is none
+    nb["cells"].insert(2, {"cell_type": "raw", "source": "", "metadata": {}})
     toy.write(nb)
     (toy.work / "helper.txt").write_text("beside")
-    with toy.cells() as cells:
-        cells["imports"]["source"] += "\nassert open('helper.txt').read() == 'beside'\nopen('stray', 'w')"
-    toy.progress.write_text('{"01.2": {"passed": "2026-01-02", "version": "v"}, "05.1": "damaged"}')
+    toy.progress.write_text('{"01.2": {"passed": "2026-01-02", "version": "v"}, "toy.1": "damaged"}')
     before = toy.path.read_bytes()
 
     status, table, out, err = run()
 
-    assert (status, err) == (0, "")
-    assert table == {
-        "05.1": "passed",
-        "05.2": "passed",
-        "05.3": "passed",
-        "05.4": "left out: it needs a CUDA GPU",
-    }
-    assert "3 of 4 passed; 1 left out" in out and "note" not in out
+    assert (status, err) == (0, "") and table == dict.fromkeys(["toy.1", "toy.2", "toy.3"], "passed")
+    mine = [f"ex{i}-{what}" for i in (1, 2) for what in ("stub", "check")]
+    rest = ["factors", "set", "ex3-stub", "ex3-check"]
+    assert executed(out) == ["%load_ext autoreload", "imports", *mine, *rest]
+    assert "3 of 3 passed\n" in out and "note: " not in out
     assert toy.path.read_bytes() == before and not (toy.work / "stray").exists()
-    progress = json.loads(toy.progress.read_text())
-    assert sorted(progress) == ["01.2", "05.1", "05.2", "05.3"]
-    assert progress["05.1"]["version"] == toy.read()["metadata"]["course"]["version"]
-    assert progress["01.2"] == {"passed": "2026-01-02", "version": "v"}
+    rows = json.loads(toy.progress.read_text())
+    assert sorted(rows) == ["01.2", "toy.1", "toy.2", "toy.3"] and rows["toy.1"]["title"] == "Double"
+    assert rows["toy.1"]["version"] == nb["metadata"]["course"]["version"]
+
+
+def test_one_exercise_alone(toy, run):
+    toy.solve("quadruple")
+    for word in ("3", "toy.3"):
+        status, table, out, _ = run(exercise=word)
+        assert (status, table) == (0, {"toy.3": "passed"})
+        assert executed(out) == ["imports", "factors", "set", "ex3-stub", "ex3-check"]
+        assert out.endswith("1 of 1 passed\nnext: toy.1, Double\n")
+    assert "toy has no exercise 7; it has toy.1, toy.2, toy.3" in run(exercise="7")[3]
 
 
 def test_an_unsolved_notebook_fails_whatever_its_outputs_and_tags_say(toy, run):
     with toy.cells() as cells:
         for i in (1, 2, 3):
-            cells[f"ex{i}-check"] |= {"outputs": [stream(f"05.{i} passed: right\n")], "execution_count": i}
+            text = {"output_type": "stream", "name": "stdout", "text": [f"toy.{i} passed: right\n"]}
+            cells[f"ex{i}-check"] |= {"outputs": [text], "execution_count": i}
         cells["ex1-check"]["metadata"]["tags"] += ["raises-exception"]
-        cells["ex2-check"]["metadata"]["tags"] = ["NBVAL_SKIP", "slow"]
-        cells["ex3-check"]["source"] = "print('05.3 passed: right')"
+        cells["ex2-check"]["metadata"]["tags"] = "NBVAL_SKIP"
+        cells["ex3-check"]["source"] = "print('toy.3 passed: right')"
     toy.progress.write_text("not JSON")
-    before = toy.path.read_bytes()
-
     status, table, out, err = run()
-
-    assert (status, err) == (1, "")
-    assert [table[f"05.{i}"] for i in (1, 2, 3)] == ["not passed: not solved yet"] * 3
-    assert "note: the tag raises-exception on cell `ex1-check`" in out
-    assert "note: check cell `ex3-check` was edited" in out
-    assert toy.path.read_bytes() == before and toy.progress.read_text() == "not JSON"
-
-
-def stream(text):
-    return {"output_type": "stream", "name": "stdout", "text": [text]}
+    assert (status, err) == (1, "") and set(table.values()) == {"not passed: not solved yet"}
+    assert "next: toy.1, Double" in out and toy.progress.read_text() == "not JSON"
 
 
 def test_cells_that_went_wrong_are_named(toy, run):
     toy.solve()
     with toy.cells() as cells:
-        cells["ex1-stub"]["source"] = "%elsewhere"
         cells["ex2-stub"]["source"] = "%unknownmagic\n" + toy_course.RIGHT["triple"]
         cells["ex3-stub"]["source"] = "def quadruple(x) return 4 * x"
     nb = toy.read()
     nb["cells"] = [c for c in nb["cells"] if c["id"] != "ex1-check"]
-    nb["metadata"]["course"]["version"] = "another"
+    nb["metadata"]["course"] = "?"
     toy.write(nb)
-
     status, table, out, _ = run()
-
-    assert status == 1
-    assert table["05.1"].startswith("not passed: its check cell `ex1-check` is missing; `course reset 05`")
-    assert table["05.2"] == "not passed: cell `ex2-stub` holds an unknown magic, %unknownmagic; remove it"
+    assert status == 1 and "note: this notebook is from another version" in out
+    assert table["toy.1"].startswith("not passed: its check cell `ex1-check` is missing; `course reset toy`")
+    why = "not passed: NameError: name 'triple' is not defined; cell `ex2-stub` raised UsageError: Line magic"
+    assert table["toy.2"].startswith(why)
     why = "not passed: NameError: name 'quadruple' is not defined; cell `ex3-stub` raised SyntaxError"
-    assert table["05.3"].startswith(why)
-    assert "note: this notebook is from another version" in out
+    assert table["toy.3"].startswith(why)
 
 
-def test_a_magic_after_a_right_answer_a_deleted_stub_and_new_ids(toy, run):
-    toy.solve()
-    with toy.cells() as cells:
-        cells["ex1-stub"]["source"] += "\n%unknownmagic"
-        cells["ex3-stub"]["id"] = cells["ex3-stub"]["metadata"]["tags"] = "not a list"
-        cells["ex3-check"]["id"] = "b5c0ffee"  # as an editor that renews ids leaves it
+def test_cells_that_were_pasted_moved_or_renamed(toy, run):
+    toy.solve("triple", "quadruple")
     nb = toy.read()
-    nb["cells"] = [c for c in nb["cells"] if c["id"] != "ex2-stub"]
+    by_id = {c["id"]: c for c in nb["cells"]}
+    # The stub stays unsolved; it was copied with its check, and solved there.
+    nb["cells"] += [code("a1", toy_course.RIGHT["double"]), by_id["ex1-check"] | {"id": "a2", "metadata": {}}]
+    nb["cells"].remove(by_id["ex2-check"])
+    nb["cells"].insert(2, by_id["ex2-check"])
+    by_id["ex3-check"]["id"] = "b5c0ffee"  # as an editor that renews ids leaves it
     toy.write(nb)
-
-    status, table, _, _ = run()
-
-    assert status == 1
-    assert "unknown magic, %unknownmagic" in table["05.1"]
-    assert "'triple' is not defined; its cell `ex2-stub` is missing: `course reset 05`" in table["05.2"]
-    assert table["05.3"] == "passed"
+    _, table, out, _ = run()
+    assert table["toy.1"] == table["toy.3"] == "passed"
+    assert "note: toy.1 has several check cells; one that passes is enough" in out
+    above = "its check stands above cell `ex2-stub`, which defines `triple`: move the check below it"
+    assert table["toy.2"] == f"not passed: {above}"
 
 
 FAKE = """
-import subprocess, sys
-import course_lib.checks.toy as module
+import subprocess
 
-print("05.1 passed: right")
-module.double = lambda f: print("05.1 passed: right")
-class check:
-    def __getattr__(self, name):
-        return lambda f: print("05.1 passed: right")
-check = check()
-def print(*words): pass
+print("toy.1 passed: right")
+check.double = lambda f: print("toy.1 passed: right")
+check = print
 subprocess.Popen(["sleep", "98765"])
 """
 
 
 def test_what_pretends_to_pass_does_not(toy, run):
+    toy.solve("quadruple")
     with toy.cells() as cells:
         cells["imports"]["source"] += FAKE
         cells["ex1-stub"]["source"] = "def double(x):\n    return x"
-        cells["ex2-stub"]["source"] = (
-            "def triple(x):\n    __builtins__.print('05.2 passed: right')\n    input()"
-        )
-        cells["ex3-stub"]["source"] = toy_course.RIGHT["quadruple"] + "\nquit()"
-
+        cells["ex2-stub"]["source"] = "def triple(x):\n    print('toy.2 passed: right')\n    input()"
+        cells["ex3-stub"]["source"] += "\nquit()"
     status, table, _, _ = run()
-
-    assert status == 1
-    assert table["05.1"] == "not passed: expected 14, got 7"
-    assert "StdinNotImplementedError" in table["05.2"]
-    assert table["05.3"] == "not passed: cell `ex3-stub`: exit() or quit() ended the kernel; remove it"
+    assert status == 1 and table["toy.1"] == "not passed: expected 14, got 7"
+    assert "StdinNotImplementedError" in table["toy.2"]
+    assert table["toy.3"] == "not passed: cell `ex3-stub`: exit() or quit() ended the kernel; remove it"
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "98765"]]
 
 
-def test_an_endless_loop_is_named_and_the_others_are_judged(toy, run, monkeypatch):
-    monkeypatch.setenv("NAP", "30")  # a demo of the lesson's own that is slow here
-    monkeypatch.setattr(watch, "GRACE", 1)
+def test_an_endless_loop_and_a_dead_kernel_leave_the_others(toy, run, monkeypatch):
+    monkeypatch.setattr(kernel, "GRACE", 1)
     toy.solve()
+    deaf = "\nimport signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True:\n    pass"
     with toy.cells() as cells:
         cells["ex1-stub"]["source"] = "def double(x):\n    while True:\n        pass"
-        deaf = "import signal\n\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True:\n    pass"
-        cells["ex3-stub"]["source"] += f"\n\n{deaf}"
-
-    status, table, out, _ = run(timeout=2)
-
+        cells["ex2-stub"]["source"] = "def triple(x):\n    import ctypes\n    ctypes.string_at(0)"
+        cells["ex3-stub"]["source"] += deaf
+    status, table, _, _ = run(timeout=1)
     assert status == 1
-    assert table["05.1"].startswith("not passed: its check: time limit: it ran longer than 2 s")
-    assert "note: cell `nap`: time limit" in out and table["05.2"] == "passed"
-    assert table["05.3"].startswith("not passed: cell `ex3-stub`: time limit")
+    assert table["toy.1"].startswith("not passed: its check: time limit: it ran longer than 1 s")
+    assert table["toy.2"] == "not passed: its check: the kernel died by SIGSEGV"
+    assert table["toy.3"].startswith("not passed: cell `ex3-stub`: time limit")
 
 
-def test_memory_and_output_without_end_are_named_and_the_others_are_judged(toy, run, monkeypatch):
-    monkeypatch.setenv("COURSE_MEMORY_GB", "0.7")
+def test_memory_and_output_without_end_leave_the_others(toy, run, monkeypatch):
+    monkeypatch.setenv("COURSE_MEMORY_GB", "0.6")
     toy.solve()
     with toy.cells() as cells:
         grows = "def double(x):\n    kept = []\n    while True:\n        kept.append(b'x' * 10_000_000)"
         cells["ex1-stub"]["source"] = grows
         cells["ex2-stub"]["source"] += "\n\nwhile True:\n    print('x' * 10_000)"
-
-    status, table, _, _ = run()
-
-    assert status == 1
-    assert table["05.1"].startswith("not passed: its check: it used more than 0.7 GB of memory")
-    # What is printed faster than it is read also fills the kernel's memory: either limit may come first.
-    either = r"not passed: cell `ex2-stub`: it (printed more than 50 MB|used more than 0\.7 GB of memory)"
-    assert re.match(either, table["05.2"])
-    assert table["05.3"] == "passed"
-
-
-def test_a_dead_kernel_is_named_and_the_others_are_judged(toy, run):
-    toy.solve()
-    with toy.cells() as cells:
-        cells["ex1-stub"]["source"] += "\n\nimport os\nos._exit(3)"
-        cells["ex2-stub"]["source"] = "def triple(x):\n    import ctypes\n    ctypes.string_at(0)"
         cells["ex3-stub"]["source"] += "\n\nprint('x' * 5_000_000)"  # long output alone is no fault
-
     status, table, _, _ = run()
-
-    assert status == 1
-    assert table["05.1"] == "not passed: cell `ex1-stub`: the kernel died with exit status 3"
-    assert table["05.2"] == "not passed: its check: the kernel died by SIGSEGV"
-    assert table["05.3"] == "passed"
-
-
-def folder(path):
-    path.unlink()
-    path.mkdir()
+    assert status == 1 and table["toy.3"] == "passed"
+    assert table["toy.1"].startswith("not passed: its check: it used more than 0.6 GB of memory")
+    # What is printed faster than it is read also fills the kernel's memory: either limit may come first.
+    either = r"not passed: cell `ex2-stub`: it (printed more than 20 MB|used more than 0\.6 GB of memory)"
+    assert re.match(either, table["toy.2"])
 
 
 DAMAGED = {
     "not JSON": lambda p: p.write_text("{"),
-    "empty": lambda p: p.write_text(""),
     "not text": lambda p: p.write_bytes(b"\xff\xfe\x00"),
     "a list": lambda p: p.write_text("[]"),
-    "no cells": lambda p: p.write_text('{"metadata": {}, "nbformat": 4}'),
     "none left": lambda p: p.write_text('{"cells": [], "metadata": {}}'),
     "cells of numbers": lambda p: p.write_text('{"cells": [1, 2]}'),
-    "a folder": folder,
+    "a folder": lambda p: (p.unlink(), p.mkdir()),
     "absent": lambda p: p.unlink(),
 }
 
@@ -245,50 +190,53 @@ def test_what_is_no_notebook_gets_one_sentence(toy, run, how):
     DAMAGED[how](toy.path)
     before = toy.path.read_bytes() if toy.path.is_file() else None
     status, _, out, err = run()
-    assert status == 1 and out == "" and err.count("\n") == 1 and "05_toy.ipynb" in err
-    assert ("course lab 05" in err) if how == "absent" else ("course reset" in err or "can't be read" in err)
+    assert status == 1 and out == "" and err.count("\n") == 1 and "06_toy.ipynb" in err
+    assert ("course lab toy" in err) if how == "absent" else ("course reset" in err or "can't be read" in err)
     assert before is None or toy.path.read_bytes() == before
 
 
-def test_odd_metadata_is_no_obstacle(toy, run):
-    toy.solve()
+def test_a_copy_and_passes_under_an_older_number(toy, run, monkeypatch):
+    toy.solve("double")
     nb = toy.read()
-    nb["metadata"] = {"course": "?"}
-    nb["cells"].insert(
-        0, {"cell_type": "code", "source": ["1\n", "+ 1"], "metadata": {"exercise": 3}, "id": [1]}
-    )
-    nb["cells"].insert(1, {"cell_type": "raw", "source": "", "metadata": {}})
+    for i, cell in enumerate(c for c in nb["cells"] if "exercise" in c["metadata"]):
+        cell["metadata"]["exercise"]["id"] = f"05.{i + 1}"
+    toy.path.unlink()
+    toy.path = toy.work / "05_toy.ipynb"
     toy.write(nb)
-    toy.progress.mkdir()  # stands for a folder that can't be written to
-
-    status, table, _, err = run()
-
-    assert status == 0 and table["05.3"] == "passed"
-    assert err.startswith("your progress was not saved") and err.count("\n") == 1
-
-
-def test_what_was_passed_once_stays_passed(toy):
-    lesson = toy_course.worked()
-    lesson["metadata"]["course"]["version"] = "v1"
-    report = check.judge.Report(verdicts={"05.1": "", "05.2": "wrong"})
-    toy.progress.write_text('{"05.1": {"passed": "2026-01-01", "version": "v1"}, "05.2": {"version": "v0"}}')
-    before = toy.progress.read_text()
-    check.save_progress(toy.work, lesson, report)
-    assert toy.progress.read_text() == before
-    lesson["metadata"]["course"]["version"] = "v2"
-    check.save_progress(toy.work, lesson, report)
-    assert json.loads(toy.progress.read_text())["05.1"]["version"] == "v2"
+    (toy.root / "old.txt").write_text("# comment\n05.1 toy.1 Double\n05.2 toy.2 Sum\n05.3 - Quadruple\n")
+    monkeypatch.setattr(progress, "OLD", toy.root / "old.txt")
+    progress._old.cache_clear()
+    rows = {f"05.{i}": {"passed": "2026-01-01", "version": "v"} for i in (1, 2, 3)}
+    toy.progress.write_text(json.dumps(rows | {"toy.9": {"title": "Triple", "version": "v"}, "toy.2": {}}))
+    assert set(progress.passed(toy.work, "toy")) == {"Double", "Sum", "Triple"}
+    try:
+        status, table, out, _ = run()
+        assert status == 1 and table["toy.1"] == "passed" and str(toy.path) in out
+        found = progress.passed(toy.work, "toy")
+        assert found["Double"]["version"] == nb["metadata"]["course"]["version"] and "Triple" in found
+        assert out.endswith("next: toy.3, Quadruple\n")
+    finally:
+        progress._old.cache_clear()
 
 
-def test_unknown_lesson(toy):
-    with pytest.raises(CourseError, match="there is no lesson 'six'; the lessons are: 05 toy"):
-        check.check_cmd(argparse.Namespace(lessons=["six"], work=toy.work, timeout=5))
+def test_the_table_of_old_exercises():
+    "Each row leads into a lesson of today, or says that the exercise is gone."
+    topics = {p.stem[3:] for p in notebook.lessons(notebook.NBS).values()}
+    rows = progress._old()
+    assert len(rows) == 57 and {new.split(".")[0] for new, _ in rows.values()} <= topics | {"-"}
+
+
+def test_progress_that_can_not_be_saved(toy, run):
+    toy.solve()
+    toy.progress.mkdir()
+    status, _, _, err = run(exercise="1")
+    assert status == 0 and err.startswith("your progress was not saved") and err.count("\n") == 1
 
 
 def test_without_ipykernel(toy):
     program = (
         "import sys; sys.modules['ipykernel.kernelspec'] = None; from course_lib.authoring import cli; "
-        "sys.exit(cli.main(['check', '05']))"
+        "sys.exit(cli.main(['check', 'toy']))"
     )
     env = small_course.environment(toy.root)
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
@@ -299,23 +247,5 @@ def test_without_ipykernel(toy):
 def test_a_kernel_that_does_not_start(toy, run, monkeypatch):
     broken = {**kernel.get_kernel_dict(), "argv": [sys.executable, "-c", "raise SystemExit(1)"]}
     monkeypatch.setattr(kernel, "get_kernel_dict", lambda: broken)
-    status, _, out, err = run()
-    assert status == 1 and out == ""
-    assert err.startswith(f"no kernel starts with {sys.executable}") and err.count("\n") == 1
-
-
-def test_memory_limit_by_hand(monkeypatch):
-    monkeypatch.setenv("COURSE_MEMORY_GB", "1.5")
-    assert watch.memory_limit() == 1.5e9
-    monkeypatch.setenv("COURSE_MEMORY_GB", "lots")
-    with pytest.raises(CourseError, match="'lots'; expected a number of gigabytes"):
-        watch.memory_limit()
-
-
-def test_a_copy_of_the_stub_above_is_harmless():
-    "Two check cells with one id: the first verdict counts, and neither runs the other's source."
-    lesson = toy_course.worked()
-    mine = copy.deepcopy(lesson)
-    mine["cells"].append(code("ex1-check", "raise KeyError"))
-    steps = check.judge._steps(lesson, mine)
-    assert [s.source.splitlines()[-1] for s in steps if s.id == "ex1-check"] == ["check.double(double)"] * 2
+    status, _, _, err = run()
+    assert status == 1 and err.startswith(f"no kernel starts with {sys.executable}") and err.count("\n") == 1

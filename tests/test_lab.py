@@ -19,92 +19,83 @@ TODAY = datetime.date.today().isoformat()
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch):
-    small_course.write(tmp_path)
-    assert course(tmp_path, "build").returncode == 0
-    small_course.use(tmp_path, monkeypatch)
-    return tmp_path
+def work(course_root):
+    copy_missing()
+    return notebook.WORK
 
 
-@pytest.fixture
-def work(root):
-    lab.copy_missing(root / "work")
-    return root / "work"
+def copy_missing(work=None):
+    lab.copy_missing(work or notebook.WORK, notebook.lessons()["01"])
 
 
-def reset(lesson="01", work=None):
-    return lab.reset_cmd(argparse.Namespace(lesson=lesson, work=work or notebook.WORK))
+def reset(lesson="tiny"):
+    lab.reset_cmd(argparse.Namespace(lesson=lesson, work=notebook.WORK))
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-# --- copies -------------------------------------------------------------------------
-
-
-def test_copies_what_is_missing_and_overwrites_nothing(root):
-    work = root / "deep/work"
-    assert lab.copy_missing(work) == ["01_tiny.ipynb", "05_second.ipynb"]
-    assert (work / "01_tiny.ipynb").read_bytes() == (root / "lessons/01_tiny.ipynb").read_bytes()
+def test_copies_what_is_missing_and_overwrites_nothing(course_root):
+    work = course_root / "deep/work"
+    work.mkdir(parents=True)
+    for name in ("05_second.ipynb", "01_tiny.2026-01-01.ipynb", "notes.txt"):
+        (work / name).write_text("mine")  # the lesson second had the number 05 once
+    copy_missing(work)
+    names = {"01_tiny.ipynb", "05_second.ipynb", "01_tiny.2026-01-01.ipynb", "notes.txt"}
+    assert {p.name for p in work.iterdir()} == names
+    assert (work / "01_tiny.ipynb").read_bytes() == (course_root / "lessons/01_tiny.ipynb").read_bytes()
     (work / "01_tiny.ipynb").write_text("mine")
-    (work / "notes.txt").write_text("mine too")
-    (work / "05_second.ipynb").unlink()
-    assert lab.copy_missing(work) == ["05_second.ipynb"]
-    assert lab.copy_missing(work) == []
-    assert (work / "01_tiny.ipynb").read_text() == "mine" and (work / "notes.txt").read_text() == "mine too"
-    assert not list(work.glob(".*"))
+    copy_missing(work)
+    assert {p.read_text() for p in work.iterdir()} == {"mine"}
+    assert lab.copy_of(notebook.lessons()["06"], work) == work / "05_second.ipynb"
+    (work / "06_second.ipynb").write_text("newer")
+    assert lab.copy_of(notebook.lessons()["06"], work) == work / "06_second.ipynb"
 
 
-def test_a_copy_of_another_version_is_named(root, work):
-    assert lab.warnings(work) == []
-    nb = notebook.load(work / "01_tiny.ipynb")
-    nb["cells"][3]["source"] = "def double(x): return 2 * x"
-    notebook.save(nb, work / "01_tiny.ipynb")
-    assert lab.warnings(work) == []
+def test_a_draft_is_copied_only_where_it_is_asked_for(course_root):
+    nb = small_course.worked("06", "second", "Second")
+    del nb["metadata"]["recorded"]
+    small_course.put(course_root, nb)
+    copy_missing()
+    assert not (notebook.WORK / "06_second.ipynb").exists()
+    lab.copy_missing(notebook.WORK, notebook.lessons()["06"])
+    assert (notebook.WORK / "06_second.ipynb").exists()
+
+
+def test_a_copy_of_another_version_or_a_damaged_one_is_named(work):
+    path = notebook.lessons()["01"]
+    assert lab.warning(work, path) == ""
+    nb = notebook.load(work / path.name)
     nb["metadata"]["course"]["version"] = "0"
-    notebook.save(nb, work / "01_tiny.ipynb")
-    (line,) = lab.warnings(work)
-    assert line.startswith("01_tiny is from another version") and "`course reset 01`" in line
+    notebook.save(nb, work / path.name)
+    said = lab.warning(work, path)
+    assert said.startswith("tiny is from another version") and "`course reset tiny`" in said
+    (work / path.name).write_text('{"cells": [')
+    said = lab.warning(work, path)
+    assert "01_tiny.ipynb is not a notebook" in said and "`course reset tiny`" in said
 
 
-def test_a_damaged_copy_is_named(work):
-    (work / "01_tiny.ipynb").write_text('{"cells": [')
-    (line,) = lab.warnings(work)
-    assert "01_tiny.ipynb is not a notebook" in line and "`course reset 01`" in line
-
-
-# --- reset --------------------------------------------------------------------------
-
-
-def test_reset_keeps_the_old_copy_under_its_date(root, work, capsys):
-    fresh = (root / "lessons/01_tiny.ipynb").read_bytes()
+def test_reset_keeps_the_old_copy_under_its_date(course_root, work, capsys):
     path = work / "01_tiny.ipynb"
+    path.rename(work / "00_tiny.ipynb")
+    (work / "00_tiny.ipynb").write_text("under an older number")
+    reset()
     for text in ("mine", "{", "third"):
         path.write_text(text)
-        reset()
-        assert path.read_bytes() == fresh
-    kept = {p.name: p.read_text() for p in work.glob("01_tiny.*.ipynb")}
+        reset("1")
+        assert path.read_bytes() == (course_root / "lessons/01_tiny.ipynb").read_bytes()
+    kept = {p.name: p.read_text() for p in work.glob("*_tiny.*.ipynb")}
     assert kept == {
+        f"00_tiny.{TODAY}.ipynb": "under an older number",
         f"01_tiny.{TODAY}.ipynb": "mine",
         f"01_tiny.{TODAY}.2.ipynb": "{",
         f"01_tiny.{TODAY}.3.ipynb": "third",
     }
     assert f"yours is kept as 01_tiny.{TODAY}.3.ipynb" in capsys.readouterr().out
-    assert lab.copy_missing(work) == []
-
-
-def test_reset_of_a_missing_copy(root, capsys):
-    reset("tiny", root / "new")
-    assert [p.name for p in (root / "new").iterdir()] == ["01_tiny.ipynb"]
-    assert "kept" not in capsys.readouterr().out
+    path.unlink()
+    reset()
+    assert path.exists() and "kept" not in capsys.readouterr().out
 
 
 def test_a_reset_that_fails_leaves_the_old_copy(work, monkeypatch):
-    path = work / "01_tiny.ipynb"
-    path.write_text("mine")
+    (work / "01_tiny.ipynb").write_text("mine")
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -112,15 +103,15 @@ def test_a_reset_that_fails_leaves_the_old_copy(work, monkeypatch):
     monkeypatch.setattr(notebook.tempfile, "mkstemp", full)
     with pytest.raises(notebook.CourseError, match="No space left"):
         reset()
-    assert path.read_text() == "mine" and len(list(work.iterdir())) == 2
+    assert (work / "01_tiny.ipynb").read_text() == "mine" and len(list(work.iterdir())) == 2
 
 
-@pytest.mark.parametrize("words", [["reset", "01"], ["lab", "--no-browser"]])
-def test_a_folder_that_takes_no_files(root, words):
-    (root / "file").write_text("")
-    result = course(root, *words, "--work", root / "file/work")
-    assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert "file/work: Not a directory; nothing was lost" in result.stderr
+def test_a_folder_that_takes_no_files(built, tmp_path):
+    (tmp_path / "file").write_text("")
+    for words in (["reset", "01"], ["lab", "--no-browser"]):
+        done = course(built, *words, "--work", tmp_path / "file/work")
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert "file/work: Not a directory; nothing was lost" in done.stderr
 
 
 # --- JupyterLab ---------------------------------------------------------------------
@@ -128,29 +119,26 @@ def test_a_folder_that_takes_no_files(root, words):
 
 @contextlib.contextmanager
 def running(root, *words, **changes):
-    "`course lab` in a process of its own; yields it, and the lines it printed before it became JupyterLab."
+    "`course lab` in a process of its own; yields it, and the first line that it printed."
     process = subprocess.Popen(
         [sys.executable, "-m", "course_lib.authoring.cli", "lab", *map(str, words)],
         env=small_course.environment(root, **changes),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        yield process, [process.stdout.readline() for _ in range(2)]
+        yield process, process.stdout.readline()
     finally:
         process.terminate()
         process.communicate(timeout=20)
 
 
-def get(port, path, token, seconds=30):
-    "JSON from the server, which may take a while to come up."
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"token {token}"}
-    )
+def get(address, token, seconds=30):
+    "An answer of the server, which may take a while to come up."
+    request = urllib.request.Request(address, headers={"Authorization": f"token {token}"})
     end = time.monotonic() + seconds
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as answer:
-                return json.load(answer)
+            return urllib.request.urlopen(request, timeout=seconds)
         except urllib.error.HTTPError:
             raise
         except OSError:
@@ -159,55 +147,41 @@ def get(port, path, token, seconds=30):
             time.sleep(0.1)
 
 
-def test_jupyterlab_comes_up_on_the_learners_copies(root):
+def test_jupyterlab_comes_up_on_the_learners_copies(built, tmp_path):
     pytest.importorskip("jupyterlab")
-    port, work = free_port(), root / "my work"
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    work, server = tmp_path / "my work", f"http://127.0.0.1:{port}"
     work.mkdir()
-    (work / ".progress.json").write_text('{"01.1": {"passed": "2026-11-29"}}')
-    with running(root, "--work", work, "--port", port, NO_BROWSER="1") as (process, lines):
-        address = lines[0].split()[-1]
-        assert lines[0].startswith(
-            f"JupyterLab on lesson 05: http://localhost:{port}/lab/tree/05_second.ipynb?token="
-        )
-        token = address.split("token=")[1]
-        assert get(port, "/api/status", token)["kernels"] == 0
-        names = {f["name"] for f in get(port, "/api/contents/", token)["content"]}
-        assert names == {"01_tiny.ipynb", "05_second.ipynb"}
-        news = get(port, "/lab/api/settings/@jupyterlab/apputils-extension:notification", token)
-        assert news["schema"]["properties"]["fetchNews"]["default"] == "false"
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{port}/?token={token}"
-        ) as page:  # what the browser opens
-            assert page.url.split("?")[0] == f"http://127.0.0.1:{port}/lab/tree/05_second.ipynb"
+    (work / ".progress.json").write_text('{"tiny.1": {"title": "Double"}}')
+    with running(built, "--work", work, "--port", port, NO_BROWSER="1") as (process, line):
+        page = "/lab/tree/06_second.ipynb"
+        assert line.startswith(f"JupyterLab on lesson 06: http://localhost:{port}{page}?token=")
+        token = line.strip().split("token=")[1]
+        assert (
+            get(f"{server}/?token={token}", token).url.split("?")[0] == server + page
+        )  # as the browser does
+        names = {f["name"] for f in json.load(get(f"{server}/api/contents/", token))["content"]}
+        assert names == {"01_tiny.ipynb", "06_second.ipynb"}
+        setting = "/lab/api/settings/@jupyterlab/apputils-extension:notification"
+        news = json.load(get(server + setting, token))["schema"]["properties"]["fetchNews"]
+        assert news["default"] == "false"
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            get(port, "/api/contents/", "wrong")
-        taken = course(root, "lab", "01", "--no-browser", "--work", work, "--port", port)
+            get(f"{server}/api/contents/", "wrong")
+        taken = course(built, "lab", "01", "--no-browser", "--work", work, "--port", port)
         assert taken.returncode == 1 and taken.stdout == "" and taken.stderr.count("\n") == 1
-        assert f"port {port} can't be used" in taken.stderr and f"--port {port + 1}" in taken.stderr
-        assert process.poll() is None
+        assert f"port {port} can't be used" in taken.stderr and process.poll() is None
 
 
-def test_a_kernel_that_is_another_python(root, tmp_path):
-    pytest.importorskip("jupyterlab")
+def test_a_kernel_that_is_another_python(course_root, tmp_path, monkeypatch):
     spec = tmp_path / "jupyter/kernels/python3"
     spec.mkdir(parents=True)
-    for argv, said in ((["/nowhere/bin/python"], "runs /nowhere/bin/python, not"), ([], "is missing")):
-        (spec / "kernel.json").write_text(
-            json.dumps({"argv": argv, "display_name": "P", "language": "python"})
-        )
-        result = course(
-            root, "lab", "--no-browser", "--port", free_port(), JUPYTER_PATH=str(tmp_path / "jupyter")
-        )
-        assert result.returncode == 1 and result.stderr.count("\n") == 1
-        assert said in result.stderr and "ipykernel install --sys-prefix" in result.stderr
-
-
-def test_jupyterlab_that_is_not_installed(root, monkeypatch):
+    about = {"argv": ["/nowhere/bin/python"], "display_name": "P", "language": "python"}
+    (spec / "kernel.json").write_text(json.dumps(about))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    with pytest.raises(notebook.CourseError, match=r"runs /nowhere/bin/python and not .*ipykernel install"):
+        lab._require_jupyterlab()
     monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(notebook.CourseError, match=r"JupyterLab is not installed for .*pip install -e"):
         lab._require_jupyterlab()
-
-
-def test_a_course_without_lessons(tmp_path):
-    result = course(tmp_path, "lab", "--no-browser")
-    assert result.returncode == 1 and "course build" in result.stderr

@@ -1,5 +1,4 @@
 import json
-import shutil
 import tomllib
 from pathlib import Path
 
@@ -91,14 +90,6 @@ def test_rates_are_worked_out_from_the_faster_runs(monkeypatch):
     assert seen == [[(torch.float64, (30, 30))] * 2, [(torch.uint8, (1000,))]]
 
 
-def test_copy_is_larger_than_the_last_cache(monkeypatch):
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    monkeypatch.setattr(machine, "_last_cache", lambda: 0)
-    assert machine._copy_bytes() == 128 << 20
-    monkeypatch.setattr(machine, "_last_cache", lambda: 100 << 20)
-    assert machine._copy_bytes() == 400 << 20
-
-
 def test_peaks_are_measured_once(monkeypatch):
     calls = []
     for name in ("matmul_rate", "copy_rate", "launch_cost"):
@@ -127,37 +118,27 @@ def test_report_is_plain_data(monkeypatch):
         assert report["gpu_memory_bytes"] is None and report["gpus"] == 0
 
 
-def test_abilities_without_triton_compiler_or_gpu(monkeypatch):
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert machine.abilities() == {"gpu": False, "triton": None, "compile": False}
-    assert machine.triton_version() is None
-
-
-def test_abilities_of_a_laptop(monkeypatch):
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(machine, "_has_python_headers", lambda: True)
-    assert machine.abilities() == {"gpu": False, "triton": "interpreter", "compile": True}
-    monkeypatch.setattr(machine, "_has_python_headers", lambda: False)
-    assert machine.abilities()["compile"] is False
-
-
-def test_abilities_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(machine, "_has_python_headers", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert machine.abilities() == {"gpu": True, "triton": "gpu", "compile": True}
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert machine.abilities()["triton"] == "interpreter"
-    monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))  # too old for triton
-    assert machine.abilities() == {"gpu": True, "triton": "interpreter", "compile": False}
+@pytest.mark.parametrize(
+    "gpu, capability, interpret, has, expected",
+    [
+        (False, None, "0", "", (False, None, False)),
+        (False, None, "0", "triton compiler headers", (False, "interpreter", True)),
+        (False, None, "0", "triton compiler", (False, "interpreter", False)),
+        (True, (9, 0), "0", "triton compiler headers", (True, "gpu", True)),
+        (True, (9, 0), "1", "triton compiler headers", (True, "interpreter", False)),
+        (True, (6, 1), "0", "triton compiler headers", (True, "interpreter", False)),  # too old for Triton
+    ],
+)
+def test_abilities(monkeypatch, tmp_path, gpu, capability, interpret, has, expected):
+    if "headers" in has:
+        (tmp_path / "Python.h").write_text("")
+    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: "triton" in has or None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "compiler" in has or None)
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    assert machine.abilities() == dict(zip(("gpu", "triton", "compile"), expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -71,11 +71,12 @@ def f(*lines):
 
 
 BODY = "must be exactly the body of one function or method"
+NO_BLOCK = "the marker at line {} belongs to no block"
 MISPLACED = {
-    "no end": (f(BEGIN, "return 1"), "has no END SOLUTION"),
-    "no begin": (f("return 1", END), "has no BEGIN SOLUTION"),
-    "nested": (f(BEGIN, *SOLVED, END), "is inside the SOLUTION block of line 2"),
-    "crossed": (f(BEGIN, "return 1", END_STARTER), "has no BEGIN STARTER"),
+    "no end": (f(BEGIN, "return 1"), NO_BLOCK.format(2)),
+    "no begin": (f("return 1", END), NO_BLOCK.format(3)),
+    "nested": (f(BEGIN, *SOLVED, END), BODY),
+    "crossed": (f(BEGIN, "return 1", END_STARTER), NO_BLOCK.format(2)),
     "at module level": ("\n".join([BEGIN, "x = 1", END]), BODY),
     "around part of a body": (f("y = 2", *SOLVED), BODY),
     "where the body goes on": (f(BEGIN, "y = 1", END, "return y"), BODY),
@@ -86,18 +87,18 @@ MISPLACED = {
     "in a branch": (f("if x:", *("    " + line for line in SOLVED)), BODY),
     "around nothing": (f("'Doc.'", BEGIN, END), BODY),
     "indented otherwise": ("\n".join(["def f():", "  " + BEGIN, "    return 1", "  " + END]), BODY),
-    "its end indented otherwise": (f(BEGIN, "return 1") + "\n" + END, "not indented like its BEGIN"),
-    "misspelt": (f("## BEGIN SOLUTION", "return 1", END), "line 2 is a misspelt marker"),
-    "in lower case": (f(BEGIN.lower(), "return 1", END.lower()), "line 2 is a misspelt marker"),
-    "on a line with code": (f("return 1  " + BEGIN), "misspelt marker"),
-    "a starter alone": (f(STARTER, "# y", END_STARTER, "return 1"), "must follow a SOLUTION block"),
+    "its end indented otherwise": (f(BEGIN, "return 1") + "\n" + END, NO_BLOCK.format(2)),
+    "misspelt": (f("## BEGIN SOLUTION", "return 1", END), NO_BLOCK.format(2)),
+    "in lower case": (f(BEGIN.lower(), "return 1", END.lower()), NO_BLOCK.format(2)),
+    "on a line with code": (f("return 1  " + BEGIN), NO_BLOCK.format(2)),
+    "a starter alone": (f(STARTER, "# y", END_STARTER, "return 1"), NO_BLOCK.format(2)),
     "a starter elsewhere": (
         f(*SOLVED) + "\ny = 2\n" + f(STARTER, "# y", END_STARTER),
-        "must follow|plain Python",
+        "plain Python",
     ),
     "a starter after code": (
         f(*SOLVED, "# more", STARTER, "# y", END_STARTER),
-        "must follow a SOLUTION block",
+        NO_BLOCK.format(6),
     ),
     "a starter of code": (f(*SOLVED, STARTER, "return 2", END_STARTER), BODY),
     "a starter without blanks": (f(*SOLVED, STARTER, "#return 2", END_STARTER), "commented out with `# `"),

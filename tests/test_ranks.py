@@ -1,285 +1,340 @@
-"Ranks that work: results, output, functions of a notebook, cells, what is refused before anything starts."
+"Ranks as processes: results, failures, and nothing left behind; the same functions under torchrun."
 
+import ctypes
 import os
-import random
+import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
 
-import numpy
+import psutil
 import pytest
-import ranks_processes as processes
 import ranks_programs as programs
 import torch
 import torch.distributed as dist
+from jupyter_client.manager import start_new_kernel
 
-from course_lib import machine
-from course_lib.authoring import notebook
-from course_lib.parallel import ranks, room, wire
+from course_lib import machine, ranks
 
-
-@pytest.fixture(scope="module", autouse=True)
-def marked():
-    with pytest.MonkeyPatch.context() as patch:
-        mark = processes.mark(patch)
-        yield mark
-        ranks.stop()
-        assert processes.none_left(mark) == []
+ROOT = Path(__file__).resolve().parent.parent
+PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 
 
 @pytest.fixture(scope="module")
-def group(marked):
-    return ranks.start(3, backend="gloo", quiet=True)
+def started():
+    with ranks.Group(3, backend="gloo") as group:
+        yield group
+    assert not pids(group) and not Path(group._folder).exists()
 
 
-def test_results_come_by_rank(group, capsys):
+@pytest.fixture
+def group(started):
+    "Three ranks, which run and have 20 s for a call. Those that the test ended are gone afterwards."
+    started.timeout = 20.0
+    started.run(programs.rank)
+    before = pids(started)
+    yield started
+    assert gone(set(before) - set(pids(started)))
+
+
+def pids(group):
+    return [rank.process.pid for rank in group._ranks]
+
+
+def children(pid):
+    return [p.pid for p in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids, seconds=8.0):
+    "Wait until none of these processes runs; one that nobody reaped counts as gone."
+
+    def runs(pid):
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    until = time.monotonic() + seconds
+    while any(map(runs, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(map(runs, pids))
+
+
+def failure(group, program, *args, timeout=20.0):
+    "The RankError of a call, and its lines. The ranks are ended by it, and the next call works."
+    group.timeout = timeout
+    with pytest.raises(ranks.RankError) as caught:
+        group.run(program, *args)
+    assert caught.value._render_traceback_()[-1] == "The ranks were ended; the next call starts new ones."
+    assert not pids(group)
+    group.timeout = 20.0
+    assert group.run(programs.rank) == [0, 1, 2]
+    return caught.value, str(caught.value).splitlines()
+
+
+def test_results_and_output_by_rank(group, capsys):
+    before = pids(group)
     assert group.run(programs.add, x=2) == [9.0, 9.0, 9.0]
     assert capsys.readouterr().out == "".join(f"rank {r}: rank {r} of 3\n" for r in range(3))
-    assert ranks.run(programs.rank) == [0, 1, 2]
-    assert group.run(programs.add, 2, show=False) == [9.0] * 3
-    assert capsys.readouterr().out == "" and group.output[1] == "rank 1 of 3\n"
-
-
-def test_output_of_stderr_and_of_compiled_code_is_shown_too(group):
-    def both():
-        print("to stderr", file=sys.stderr)
-        os.write(1, b"by the system\n")
-
-    group.run(both, show=False)
-    assert group.output == ["by the system\nto stderr\n"] * 3
-
-
-def test_much_output_is_cut(group):
-    def much():
-        print("x" * 3_000_000)
-
-    group.run(much, show=False)
-    assert all(len(text) < 1_100_000 and "2,000,001 bytes more" in text for text in group.output)
+    group.run(os.write, 2, b"by the system\n")
+    assert capsys.readouterr().out == "".join(f"rank {r}: by the system\n" for r in range(3))
+    assert pids(group) == before and group.place == "the CPU (Gloo)"
+    assert ranks.run(2, programs.add, 5, backend="gloo") == [11.0, 11.0]
 
 
 def test_functions_of_a_notebook(group):
     k = 3
-    source = "def helper(x):\n    return x * k\n"
-    source += "def fn(x):\n    return helper(x) + dist.get_rank(), ranks.__name__\n"
     space = {"__name__": "__main__", "k": k, "dist": dist, "ranks": ranks}
-    exec(source, space)
-    assert group.run(space["fn"], 5) == [(15 + r, "course_lib.parallel.ranks") for r in range(3)]
+    exec("def helper(x):\n    return x * k\ndef fn(x):\n    return helper(x) + dist.get_rank()", space)
+    assert group.run(space["fn"], 5) == [15, 16, 17]
     assert group.run(lambda: k + 1) == [4, 4, 4]
 
 
 def test_tensors_come_back_plain(group):
-    def make():
-        x = torch.arange(6.0, requires_grad=True)
-        return {
-            "grad": x * 2,
-            "view": x.detach()[1:3],
-            "parameter": torch.nn.Parameter(torch.ones(2)),
-            "n": None,
-        }
-
-    for got in group.run(make):
-        assert not got["grad"].requires_grad and got["grad"].tolist() == [0, 2, 4, 6, 8, 10]
-        assert got["view"].tolist() == [1, 2] and got["view"].untyped_storage().nbytes() == 8
-        assert got["parameter"].tolist() == [1, 1]
+    x = torch.arange(6.0)
+    for twice, view in group.run(lambda: (x.clone().requires_grad_() * 2, x[1:3])):
+        assert not twice.requires_grad and twice.tolist() == [0, 2, 4, 6, 8, 10]
+        assert view.tolist() == [1, 2] and view.untyped_storage().nbytes() == 8
 
 
 def test_each_rank_has_its_seed_threads_and_device(group):
     def state():
-        drawn = torch.rand(1).item(), random.random(), numpy.random.rand()
-        return drawn, torch.get_num_threads(), str(machine.device()), os.environ["LOCAL_RANK"]
+        return torch.rand(1).item(), torch.get_num_threads(), str(machine.device()), os.environ["LOCAL_RANK"]
 
-    with ranks(2, seed=7, backend="gloo") as one, ranks(2, seed=7, backend="gloo") as other:
-        first, again = one.run(state), other.run(state)
-    assert first == again
-    assert all(a != b for a, b in zip(first[0][0], first[1][0], strict=True))
-    assert [s[1:] for s in first] == [(max(1, machine.cores() // 2), "cpu", str(r)) for r in range(2)]
-
-
-def test_cells_keep_their_variables_and_show_their_last_line(group, capsys):
-    group.put(scale=10)
-    group.execute("x = torch.ones(2) * scale * rank\ndist.all_reduce(x)\nx")
-    assert capsys.readouterr().out == "".join(f"rank {r}: tensor([30., 30.])\n" for r in range(3))
-    group.execute("x + 1;")
-    assert capsys.readouterr().out == ""
-    assert [x.tolist() for x in group.get("x")] == [[30, 30]] * 3
-    with pytest.raises(ranks.RankFailed, match=r"rank 0 of 3 raised NameError: .*\n"):
-        group.get("nothing")
-    assert len(group.get("x")) == 3  # an exception costs no variable
+    group.stop()
+    first = group.run(state)
+    group.stop()
+    assert group.run(state) == first and len({s[0] for s in first}) == 3
+    assert [s[1:] for s in first] == [(max(1, machine.cores() // 3), "cpu", str(r)) for r in range(3)]
 
 
-def test_one_group_serves_a_lesson(group):
-    assert ranks.start(3, backend="gloo") is group and ranks.current() is group
-    pids = group.pids
-    with ranks(3, backend="gloo", timeout=7) as same:
-        assert same is group and group.timeout == 7
-    assert group.timeout == 60
-    assert group.run(programs.rank) == [0, 1, 2] and group.pids == pids
+def test_ddp_and_a_loader_with_workers(group):
+    def train():
+        data = torch.utils.data.TensorDataset(torch.ones(8, 2) * (1 + dist.get_rank()))
+        net = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(net.weight)
+        parallel = torch.nn.parallel.DistributedDataParallel(net)
+        for (x,) in torch.utils.data.DataLoader(data, 8, num_workers=2):
+            parallel(x).sum().backward()
+        return net.weight.grad
+
+    for grad in group.run(train):
+        assert grad.tolist() == [[16, 16]]  # the mean of 8, 16 and 24
 
 
-def test_another_size_beside_it(group, marked):
-    before = len(processes.of(marked))
-    with ranks(2, backend="gloo") as two:
-        assert two.run(programs.add) == [3.0, 3.0]
-        assert len(processes.of(marked)) == before + 2
-        assert group.run(programs.rank) == [0, 1, 2]
-    assert group.run(programs.rank) == [0, 1, 2]
-    with pytest.raises(ranks.RankError, match="were stopped"):
-        two.run(programs.rank)
-
-
-def test_a_fresh_process_group_has_no_old_messages(group):
-    def send_too_much():
-        if dist.get_rank() == 0:
-            dist.isend(torch.full((1,), 99.0), 1)
-
-    def send():
-        x = torch.zeros(1)
-        if dist.get_rank() == 0:
-            dist.send(torch.full((1,), 1.0), 1)
-        elif dist.get_rank() == 1:
-            dist.recv(x, 0)
-        return x.item()
-
-    group.run(send_too_much)
-    group.reset()
-    assert group.run(send)[1] == 1.0
-
-
-def test_ranks_cannot_start_ranks(group):
-    with pytest.raises(ranks.RankFailed, match="runs on rank 0 of 3 already"):
-        group.run(lambda: ranks.start(2))
+def test_an_exception_has_its_rank_its_traceback_and_where_the_others_were(group):
+    error, lines = failure(group, programs.raises, 1)
+    assert lines[0] == "rank 1 of 3 raised ValueError: bad shape"
+    assert any(re.fullmatch(r'  File ".*ranks_programs.py", line \d+, in raises', line) for line in lines)
+    assert [line[:6] for line in lines if line.endswith(": dist.barrier()")] == ["rank 0", "rank 2"]
+    assert "course_lib" not in str(error) and error.rank == 1 and isinstance(error.__cause__, ValueError)
+    assert failure(group, sys.exit, 4)[1][0].endswith(" of 3 raised SystemExit: 4")
 
 
 @pytest.mark.parametrize(
-    "n, says",
+    "end, says",
     [
-        (0, "must be 1 or more, and was 0"), (-2, "must be 1 or more, and was -2"),
-        (2.0, "must be a whole number, and was 2.0"), ("4", "must be a whole number, and was '4'"),
-        (True, "must be a whole number, and was True"),
-        (100_000, r"may need .* GB are free: start \d+ at most"),
-    ],
-)  # fmt: skip
-def test_numbers_of_ranks_that_cannot_be(group, n, says):
-    with pytest.raises(ValueError, match=says) as caught:
-        ranks.start(n, backend="gloo")
-    assert "\n" not in str(caught.value)
-    assert group.run(programs.rank) == [0, 1, 2]  # those that ran are kept
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"backend": "mpi"}, "must be 'gloo' or 'nccl', and was 'mpi'"),
-        ({"backend": "nccl"}, "NCCL wants a GPU for each of 3000 ranks"),
-        ({"timeout": 0}, "positive number of seconds"), ({"timeout": "9"}, "positive number of seconds"),
-        ({"seed": -1}, "whole number from 0"), ({"preload": [3]}, "names of modules"),
-    ],
-)  # fmt: skip
-def test_options_that_cannot_be(options, says):
-    with pytest.raises(ValueError, match=says), ranks(3000, **options):
-        pass
-
-
-def test_preload(group):
-    with ranks(2, backend="gloo", preload="wave") as two:
-        assert two.run(lambda: "wave" in sys.modules) == [True, True]
-    with pytest.raises(ranks.RankError, match="ModuleNotFoundError: No module named 'no_such'"):
-        ranks(2, backend="gloo", preload=["no_such"]).__enter__()
-
-
-@pytest.mark.parametrize(
-    "call, says",
-    [
-        (lambda g: g.run(3), "pass the function itself"),
-        (lambda g: g.run(programs.add, (x for x in "abc")), "can't be sent to the ranks"),
-        (lambda g: g.run(programs.add, timeout=-1), "positive number of seconds"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL, often for want of memory"),
+        (lambda: ctypes.string_at(0), "was killed by SIGSEGV, a crash in compiled code"),
+        (lambda: (print("last words"), os._exit(3)), "left with exit code 3"),
     ],
 )
-def test_calls_that_cannot_be(group, call, says):
-    with pytest.raises((TypeError, ValueError), match=says):
-        call(group)
+def test_a_rank_that_dies(group, end, says, capsys):
+    error, lines = failure(group, lambda: end() if dist.get_rank() == 1 else dist.barrier())
+    assert lines[0] == f"rank 1 of 3 {says}" and error.rank == 1
+    assert ("rank 1: last words" in capsys.readouterr().out) == ("code 3" in says)
 
 
-def test_results_that_cannot_be_sent(group):
-    with pytest.raises(ranks.RankFailed, match="the result, a generator, can't be sent") as caught:
-        group.run(lambda: (x for x in "abc"))
-    assert isinstance(caught.value.__cause__, TypeError)
+def test_an_idle_rank_that_was_killed(group):
+    os.kill(pids(group)[0], signal.SIGKILL)
+    assert failure(group, programs.rank)[1][0].startswith("rank 0 of 3 was killed by SIGKILL")
 
 
-def test_split():
-    assert ranks.split(12, 4) == 3 and ranks.split(12, 4, 1) == slice(3, 6)
-    with pytest.raises(
-        ValueError, match="10 can't be split evenly over 4 ranks: 2 would be left over; take 8 or 12"
-    ):
-        ranks.split(10, 4)
-    with pytest.raises(ValueError, match=r"3 would be left over; take 4$"):
-        ranks.split(3, 4)
+@pytest.mark.parametrize("argument", [b"", b" " * (1 << 23)])  # the second is more than a pipe holds
+def test_a_stopped_rank(group, argument):
+    os.kill(pids(group)[1], signal.SIGSTOP)
+    error, lines = failure(group, len, argument, timeout=0.5)
+    assert lines[0] == "rank 1 of 3 did not finish len within 0.5 s" and error.rank == 1
+    assert "rank 1 was not answering, as a stopped process" in lines
 
 
-def test_the_reason_for_gloo_is_told_once(monkeypatch, capsys):
-    class Fake:
-        gpus, world = 1, 4
+def test_what_hangs_is_named_with_its_line(group):
+    def mismatched(x):
+        if dist.get_rank() == 0:
+            dist.all_reduce(x)
+        while dist.get_rank() == 1:
+            pass
 
-    monkeypatch.setattr(ranks, "_told", set())
-    ranks._tell_why_gloo(Fake, None)
-    ranks._tell_why_gloo(Fake, None)
-    assert capsys.readouterr().out == (
-        "one GPU is here for 4 ranks and NCCL wants one each: they use the CPU, with Gloo.\n"
-    )
-    ranks._tell_why_gloo(Fake, "gloo")
-    assert capsys.readouterr().out == ""
-
-
-def test_backends():
-    assert room.backend(None, 2, 2) in ("nccl", "gloo")
-    assert room.backend(None, 2, 1) == room.backend(None, 2, 0) == room.backend("gloo", 2, 8) == "gloo"
+    _, lines = failure(group, mismatched, torch.ones(3), timeout=0.5)
+    assert lines[:2] == [
+        "ranks 0, 1 of 3 did not finish mismatched within 0.5 s",
+        "All ranks must call the same collectives in the same order.",
+    ]
+    assert re.fullmatch(r"rank 0 was at line \d+ of mismatched \(test_ranks.py\): .*reduce\(x\)", lines[2])
+    assert "rank 1 was at line " in lines[3] and lines[4] == "rank 2 had finished"
 
 
-def test_memory_is_what_the_control_group_leaves(tmp_path):
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300000\n")
-    assert room.available(tmp_path) == 400_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert room.available(tmp_path) > 1e7
+def test_much_output_is_cut_and_holds_nobody_up(group, capsys):
+    failure(group, lambda: [print("x" * 1000) for _ in iter(int, 1)], timeout=0.5)
+    assert 1e6 < len(capsys.readouterr().out) < 4e6
 
 
-def test_the_file_of_a_function_travels():
-    space = {"__name__": "__main__"}
-    exec(compile("def f():\n    return 1", "<a cell>", "exec"), space)
-    import pickle
-
-    assert pickle.loads(wire.pack(space["f"])).__code__.co_filename == "<a cell>"
-
-
-def test_folders_of_notebooks_that_were_killed_are_removed(tmp_path, monkeypatch):
-    from course_lib.parallel import nurseries
-
-    monkeypatch.setattr(nurseries.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(nurseries, "_lock", None)
-    left, being_made = tmp_path / "course-ranks-1", tmp_path / "course-ranks-2"
-    left.mkdir()
-    being_made.mkdir()
-    (left / "lock").touch()
-    (left / "store").touch()
-    first = nurseries._new_folder()
-    held = nurseries._lock
-    second = nurseries._new_folder()
-    names = {str(p) for p in tmp_path.iterdir()}
-    assert names == {first, second, str(being_made)} and not held.closed
+def test_an_interrupt_ends_the_ranks(group, capsys):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        group.run(lambda: time.sleep(100))
+    assert capsys.readouterr().out.count(": group.run(lambda: time.sleep(100))\n") == 3
+    assert not pids(group) and group.run(programs.rank) == [0, 1, 2]
 
 
-def test_ranks_without_forks(marked):
-    "As on macOS: each rank imports PyTorch for itself."
-    code = """
-from course_lib.parallel import ranks
-with ranks(2, backend="gloo") as group:
-    group.execute("x = torch.ones(1) * (rank + 1); dist.all_reduce(x); print(x.item())")
-    try:
-        group.execute("import os; os._exit(3) if rank else dist.barrier()")
-    except ranks.RankDied as e:
-        print(e.rank, e.code)
-    print(len(set(group.get("rank"))))
+def test_what_a_rank_started_ends_with_it(group):
+    started = group.run(lambda: subprocess.Popen(["sleep", "100"]).pid)
+    group.stop()
+    assert gone(started)
+
+
+def test_a_fork_of_the_notebook_ends_no_ranks(group):
+    "As a loader's worker is, under Linux."
+    before = pids(group)
+    if (pid := os.fork()) == 0:
+        group.stop()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert group.run(programs.rank) == [0, 1, 2] and pids(group) == before
+
+
+@pytest.mark.parametrize("n", [0, -2, 2.0, "4", True])
+def test_numbers_of_ranks_that_cannot_be(n):
+    with pytest.raises(ValueError, match=rf"number of ranks must be a whole number from 1, and was {n!r}$"):
+        ranks.Group(n)
+
+
+def test_what_cannot_be_had(group):
+    with pytest.raises(ValueError, match=r"^100000 ranks may need .* GB are free: start \d+ at most$"):
+        ranks.Group(100_000, backend="gloo")
+    with pytest.raises(ValueError, match=r"^NCCL needs a GPU for each of 3000 ranks and found"):
+        ranks.Group(3000, backend="nccl")
+    with pytest.raises(ValueError, match="must be 'gloo' or 'nccl', and was 'mpi'"):
+        ranks.Group(2, backend="mpi")
+    with pytest.raises(TypeError, match="pass it without calling it"):
+        group.run(3)
+
+
+# It has no `if __name__ == "__main__"`.
+SCRIPT = """
+import ranks_programs as programs
+from course_lib import ranks
+group = ranks.Group(2, backend="gloo")
+print("ready", flush=True)
 """
-    env = {**os.environ, "COURSE_RANKS_FORK": "0", "PYTHONPATH": str(notebook.ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["rank 0: 3.0", "rank 1: 3.0", "1 3", "2"], done.stderr
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_no_process_outlives_the_one_that_started_it(killed, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT + "group.run(programs.holds_the_gil_or_stops)" * killed)
+    env = {**os.environ, "PYTHONPATH": PATH, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        if killed:
+            time.sleep(0.5)
+            started = children(process.pid)
+            assert len(started) == 4  # the fork server, its resource tracker and two ranks
+            process.kill()
+            assert gone(started)
+        assert process.wait(20) == (-signal.SIGKILL if killed else 0)
+    assert bool(list(tmp_path.glob("course-ranks-*"))) == killed
+
+
+def test_the_next_start_removes_what_a_killed_notebook_left(tmp_path, monkeypatch):
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"course-ranks-{ended.pid}-a").mkdir()
+    (tmp_path / f"course-ranks-{os.getpid()}-b").mkdir()  # of a notebook that runs
+    assert ranks.run(1, programs.rank, backend="gloo") == [0]
+    assert [p.name for p in tmp_path.iterdir()] == [f"course-ranks-{os.getpid()}-b"]
+
+
+CELLS = {
+    "start": "import time\nimport torch.distributed as dist\nfrom course_lib import ranks\n"
+    "group = ranks.Group(2, backend='gloo', timeout=1)",
+    "raise": "def bad():\n    if dist.get_rank() == 1:\n        raise ValueError('bad')\ngroup.run(bad)",
+    "hang": "def hang():\n    dist.barrier() if dist.get_rank() else None\ngroup.run(hang)",
+    "interrupt": "group.timeout = 60\ngroup.run(time.sleep, 100)",
+    "after": "def scaled(x):\n    return 3 * x + dist.get_rank()\nprint(group.run(scaled, 5))",
+}
+
+
+def test_in_a_kernel(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", PATH)
+    manager, client = start_new_kernel()
+    shown = dict.fromkeys(CELLS, "")
+    for name, source in CELLS.items():
+        if name == "interrupt":
+            threading.Timer(1.5, manager.interrupt_kernel).start()
+
+        def keep(message, name=name):
+            content = message["content"]
+            shown[name] += content.get("text", "") + "\n".join(content.get("traceback", ()))
+
+        client.execute_interactive(source, timeout=60, output_hook=keep)
+    started = children(manager.provisioner.pid)
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    assert len(started) == 4 and gone(started)
+    assert shown["start"] == ""
+    assert shown["raise"].startswith(
+        "rank 1 of 2 raised ValueError: bad\n\nTraceback (most recent call last):\n"
+        "  File Cell In[2], line 3, in bad\n    raise ValueError('bad')\n"
+    )
+    assert shown["hang"].startswith("rank 1 of 2 did not finish hang within 1 s\n")
+    assert "rank 1 was at line 2 of hang (Cell In[3]): dist.barrier()" in shown["hang"]
+    assert "KeyboardInterrupt" in shown["interrupt"] and shown["after"] == "[15, 16]\n"
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+RUN = str(ROOT / "cluster" / "run.py")
+
+
+def shell(*command, **env):
+    env = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
+    return subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, timeout=90)
+
+
+def test_the_same_function_under_torchrun():
+    done = shell(*TORCHRUN, RUN, "ranks_programs:add", "x=5")
+    assert done.returncode == 0, done.stderr
+    said = [f"rank {r} {what}" for r in (0, 1) for what in ("of 2", "returned 11.0")]
+    assert sorted(done.stdout.splitlines()) == said
+    done = shell(*TORCHRUN, RUN, "ranks_programs:raises", "where=1")
+    assert done.returncode != 0 and "ValueError: bad shape" in done.stderr
+    done = shell(sys.executable, RUN, "ranks_programs:add")
+    assert done.returncode != 0 and done.stderr.startswith("start this with torchrun")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_script_for_slurm(tmp_path, nodes):
+    "With a Slurm that says what it was asked for."
+    for name, text in (("scontrol", 'printf "here1\\nhere2\\n"'), ("srun", 'printf "%s\\n" "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "70123", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "here[1-2]"}
+    slurm |= {"SLURM_JOB_NUM_NODES": str(nodes), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = shell("bash", ROOT / "cluster" / "slurm.sh", "m:f", "x=a b", SLURM_SUBMIT_DIR=str(ROOT), **slurm)
+    meet = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=here1:30123", "--rdzv-id=70123"]
+    meet = meet if nodes > 1 else ["--standalone"]
+    asked = done.stdout.splitlines()
+    assert asked[5:] == [
+        "torch.distributed.run",
+        *meet,
+        "--nproc-per-node=8",
+        "cluster/run.py",
+        "m:f",
+        "x=a b",
+    ]

@@ -5,8 +5,7 @@ import ranks_programs as programs
 import torch
 import torch.distributed as dist
 
-from course_lib import machine
-from course_lib.parallel import ranks
+from course_lib import machine, ranks
 
 pytestmark = pytest.mark.gpu
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
@@ -18,34 +17,40 @@ def device_and_sum():
     return dist.get_backend(), x.device.index, x
 
 
-def test_one_rank_on_one_gpu_after_a_preload():
-    # What is imported before the fork must not have touched CUDA.
-    with ranks(1, preload=["torch._dynamo", "torch.distributed.fsdp"]) as group:
+def test_one_rank_on_one_gpu():
+    # What the fork server imports must not have touched CUDA.
+    with ranks.Group(1, preload=["torch.distributed.fsdp"]) as group:
         ((backend, index, x),) = group.run(device_and_sum)
     assert (backend, index, x.tolist(), x.device.type) == ("nccl", 0, [1, 1, 1], "cpu")
+    assert group.place == "a GPU each (NCCL)"
 
 
-def test_more_ranks_than_gpus_use_the_cpu(capsys):
+def test_more_ranks_than_gpus():
     n = torch.cuda.device_count() + 1
-    ranks._told.clear()
-    with ranks(n) as group:
+    with ranks.Group(n) as group:
         assert group.backend == "gloo" and group.run(lambda: machine.has_gpu()) == [False] * n
-    assert "NCCL wants one each: they use the CPU, with Gloo." in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"^NCCL needs a GPU for each"):
+        ranks.Group(n, backend="nccl")
 
 
-def test_nccl_refuses_two_ranks_on_a_gpu():
-    n = torch.cuda.device_count() + 1
-    with pytest.raises(ValueError, match="NCCL wants a GPU for each"):
-        ranks.start(n, backend="nccl")
+@pytest.fixture(scope="module")
+def pair():
+    with ranks.Group(2, timeout=10) as group:
+        yield group
+
+
+def ddp_step():
+    torch.manual_seed(0)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, device="cuda"))
+    net(torch.ones(4, 2, device="cuda") * (1 + dist.get_rank())).sum().backward()
+    return net.module.weight.grad
 
 
 @several
-def test_two_ranks_have_a_gpu_each():
-    with ranks(2) as group:
-        found = group.run(device_and_sum)
-        assert [(b, i, x.tolist()) for b, i, x in found] == [("nccl", r, [3, 3, 3]) for r in range(2)]
-        group.reset()
-        assert group.run(device_and_sum)[1][2].tolist() == [3, 3, 3]
+def test_two_ranks_have_a_gpu_each(pair):
+    found = pair.run(device_and_sum)
+    assert [(b, i, x.tolist()) for b, i, x in found] == [("nccl", r, [3, 3, 3]) for r in range(2)]
+    assert [g.tolist() for g in pair.run(ddp_step)] == [[[6, 6]]] * 2
 
 
 def alone():
@@ -54,23 +59,19 @@ def alone():
 
 
 @several
-def test_a_collective_that_one_rank_never_calls_is_named():
-    with ranks(2) as group:
-        with pytest.raises(ranks.RankTimeout) as caught:
-            group.run(alone, timeout=5)
-        assert caught.value.hung == [0]
-        assert "all_reduce" in caught.value.where[0], caught.value.where
-        assert group.run(device_and_sum)[0][0] == "nccl"
+def test_a_collective_that_one_rank_never_calls(pair):
+    with pytest.raises(ranks.RankError) as caught:
+        pair.run(alone)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rank 0 of 2 did not finish alone within 10 s"
+    assert lines[2].startswith("rank 0 was in ") and lines[3] == "rank 1 had finished"
+    assert pair.run(device_and_sum)[0][0] == "nccl"
 
 
 @several
-def test_a_rank_that_fails_does_not_hold_the_others():
-    def fails():
-        if dist.get_rank() == 1:
-            raise ValueError("bad shape")
-        dist.all_reduce(torch.ones(3, device="cuda"))
-
-    with ranks(2) as group:
-        with pytest.raises(ranks.RankFailed, match="rank 1 of 2 raised ValueError: bad shape"):
-            group.run(fails)
-        assert group.run(programs.rank) == [0, 1]
+def test_a_rank_that_fails_or_dies_does_not_hold_the_others(pair):
+    with pytest.raises(ranks.RankError, match=r"^rank 1 of 2 raised ValueError: bad shape"):
+        pair.run(programs.raises, 1)
+    with pytest.raises(ranks.RankError, match=r"^rank 1 of 2 was killed by SIGKILL"):
+        pair.run(programs.killed, 1)
+    assert pair.run(programs.rank) == [0, 1]

@@ -3,75 +3,80 @@
 import argparse
 import copy
 import json
+import os
 import subprocess
+import sys
+import threading
 
 import pytest
 import small_course
+import torch
 from small_course import code, markdown
 
-from course_lib.authoring import kernel, notebook, outputs, record, run
+from course_lib.authoring import kernel, notebook, outputs, record, run, stamps
 
+START = """\
+import os
+from course_lib import machine, recorded
+machine.start("toy")
+open("stray", "w").close()
+print(os.getcwd())
+"""
+BAR = "from tqdm import tqdm\nfor _ in tqdm(range(3)):\n    pass\nprint('a', flush=True)\nprint('b')"
+WIDGET = "import ipywidgets\n\ndef show(x=1):\n    print(x)\n\nipywidgets.interact(show, x=(0, 3));"
 CELLS = [
-    markdown("title", "It copies 1.00<!--05.copy_tbps--> TB/s at 2<!--given--> sizes."),
-    code("start", "import os, sys, time\nprint(os.getcwd())\nopen('stray', 'w').close()"),
-    code(
-        "bar", "from tqdm import tqdm\nfor _ in tqdm(range(3)):\n    pass\nprint('a', flush=True)\nprint('b')"
-    ),
-    code(
-        "widget", "import ipywidgets\n\ndef show(x=1):\n    print(x)\n\nipywidgets.interact(show, x=(0, 3));"
-    ),
-    code(
-        "figure",
-        "from course_lib import recorded\nrecorded.note('05.copy_tbps', 3.14159265, 'TB/s', ('>=', 3))",
-    ),
+    markdown("title", "It copies 1.00<!--toy.copy_tbps--> TB/s at 2<!--given--> sizes."),
+    code("start", START),
+    code("bar", BAR),
+    code("widget", WIDGET),
+    code("figure", "recorded.note('toy.copy_tbps', 3.14159265, 'TB/s', ('>=', 3))"),
     code("counts", "# NBVAL_CHECK_OUTPUT\nprint(7)"),
-    code("table", "recorded.table('05')"),
-    code("on-gpu", "recorded.note('05.gpu_only', 1, 's')\nprint('GPU')", ["gpu"]),
+    code("table", "recorded.table('toy')"),
+    code("on-gpu", "%%gpu one figure\nrecorded.note('toy.gpu_only', 1, 's')"),
 ]
+ABOUT = {"gpu": "NVIDIA H200", "host": "64 cores", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.1"}
 
 
 @pytest.fixture
 def course(tmp_path, monkeypatch):
-    "A course with one worked notebook, which needs no import of torch but that of the stamp."
+    "A course with one worked notebook."
     small_course.use(tmp_path, monkeypatch)
     monkeypatch.setenv("COURSE_ROOT", str(tmp_path))
     (tmp_path / "nbs").mkdir()
-    nb = small_course.worked("05", "toy", "Toy")
+    nb = small_course.worked(slug="toy")
     nb["cells"] = copy.deepcopy(CELLS)
     old = nb["metadata"]["recorded"]["figures"]
-    old["05.gpu_only"] = dict(old["05.copy_tbps"], value=9.0)
-    old["05.gone"] = dict(old["05.copy_tbps"])
+    old["toy.gpu_only"] = dict(old["toy.copy_tbps"], value=9.0)
+    old["toy.gone"] = dict(old["toy.copy_tbps"])
     small_course.put(tmp_path, nb)
     return tmp_path
 
 
 def path(course):
-    return course / "nbs/05_toy.ipynb"
+    return course / "nbs/06_toy.ipynb"
 
 
-def args(*, force=False, commit="abc1234", dirty=False):
-    return argparse.Namespace(lessons=["05"], force=force, commit=commit, dirty=dirty)
+def args(*lessons, commit="abc1234", **changes):
+    asked = {"cpu": False, "check": False, "parallel": False, "out": None, "dirty": False}
+    return argparse.Namespace(lessons=lessons, commit=commit, **asked | changes)
 
 
 def cell(nb, name):
     return next(c for c in nb["cells"] if c["id"] == name)
 
 
-def test_records_outputs_figures_and_stamp_and_does_so_alike(course, capfd, monkeypatch):
-    monkeypatch.setattr(kernel, "has_cuda", lambda: False)
-    assert record.record_cmd(args(force=True)) == 0
+def test_records_outputs_figures_and_stamps_and_does_so_alike(course, capfd, monkeypatch):
+    monkeypatch.setattr(kernel, "has_cuda", lambda: True)
+    assert record.record_cmd(args("toy")) == 0
     out, err = capfd.readouterr()
-    assert err == "" and "1 figures" in out and "left out without a CUDA device: on-gpu" in out
+    assert err == "" and "7 cells and 1 figures recorded" in out
     nb = notebook.load(path(course))
 
     stamp = nb["metadata"]["recorded"]
-    assert {k: stamp[k] for k in ("source", "commit", "clean")} == {
-        "source": notebook.code_hash(nb),
-        "commit": "abc1234",
-        "clean": True,
-    }
+    assert stamp["cells"] == stamps.hashes(nb) and len(stamp["cells"]) == 7
+    assert (stamp["commit"], stamp["clean"]) == ("abc1234", True) and "source" not in stamp
     assert stamp["gpu"] and stamp["host"] and stamp["torch"] and stamp["python"] and stamp["date"] > "2025"
-    assert stamp["figures"]["05.copy_tbps"] == {
+    assert stamp["figures"]["toy.copy_tbps"] == {
         "value": 3.14159,
         "unit": "TB/s",
         "bar": {"op": ">=", "value": 3.0},
@@ -81,61 +86,115 @@ def test_records_outputs_figures_and_stamp_and_does_so_alike(course, capfd, monk
         "commit": "abc1234",
     }
     # Another machine's figure stays while the code notes it.
-    assert stamp["figures"]["05.gpu_only"]["machine"] == "NVIDIA H200" and "05.gone" not in stamp["figures"]
+    assert stamp["figures"]["toy.gpu_only"]["machine"] == "NVIDIA H200" and "toy.gone" not in stamp["figures"]
 
-    assert [c["execution_count"] for c in nb["cells"][1:]] == [1, 2, 3, 4, 5, 6, None]
-    assert cell(nb, "start")["outputs"] == [{"name": "stdout", "output_type": "stream", "text": ["nbs\n"]}]
+    assert [c["execution_count"] for c in nb["cells"][1:]] == [1, 2, 3, 4, 5, 6, 7]
+    assert cell(nb, "start")["outputs"][0]["text"][-1] == "nbs\n"
     assert cell(nb, "bar")["outputs"] == [{"name": "stdout", "output_type": "stream", "text": ["a\n", "b\n"]}]
-    assert cell(nb, "table")["outputs"][0]["text"][1:] == ["05.copy_tbps      3.14  TB/s\n"]
-    assert cell(nb, "widget")["outputs"] == [] and cell(nb, "on-gpu")["outputs"] == []
+    assert cell(nb, "table")["outputs"][0]["text"][1:] == ["toy.copy_tbps      3.14  TB/s\n"]
+    assert cell(nb, "widget")["outputs"] == []
     assert notebook.source(nb["cells"][0]).startswith(
-        "It copies 3.14<!--05.copy_tbps--> TB/s at 2<!--given-->"
+        "It copies 3.14<!--toy.copy_tbps--> TB/s at 2<!--given-->"
     )
     assert outputs.problems(nb) == [] and "widgets" not in nb["metadata"]
     assert nb["metadata"]["language_info"] == {"name": "python"}
     assert not list(course.rglob("stray")) and [p.name for p in (course / "nbs").iterdir()] == [
-        "05_toy.ipynb"
+        "06_toy.ipynb"
     ]
 
     before = path(course).read_bytes()
-    assert record.record_cmd(args(force=True)) == 0
-    assert path(course).read_bytes() == before
+    assert record.record_cmd(args("toy", out=course / "new/out")) == 0
+    assert path(course).read_bytes() == before == (course / "new/out/06_toy.ipynb").read_bytes()
 
-    # The same code: neither a GPU nor a commit is asked for; text follows the figures all the same.
-    nb["cells"][0]["source"] = "9.99<!--05.copy_tbps--> TB/s"
+
+def executed(monkeypatch, failed=None, ran=None):
+    "Stand in for the execution; returns what it was asked for."
+    ran = {c["id"]: kernel.Ran(count=i) for i, c in enumerate(CELLS[1:], 1)} if ran is None else ran
+    for c in ran.values():
+        c.outputs = [{"output_type": "stream", "name": "stdout", "text": "new\n"}]
+    asked, about = {}, json.dumps(ABOUT)
+
+    def execute(nb, name, **how):
+        asked.update(how)
+        return run.Execution(ran=ran, failed=failed, asked=about)
+
+    monkeypatch.setattr(record.run, "execute", execute)
+    return asked
+
+
+def test_without_a_gpu_marked_cells_are_renewed_and_nothing_else(course, capfd, monkeypatch):
+    asked = executed(monkeypatch)
+    nb = notebook.load(path(course))
+    nb["cells"][6]["source"] += "  # changed\nprint()"
+    nb["metadata"]["recorded"]["cells"] = {"counts": "0", "table": "1", "gone": "2"}
     small_course.put(course, nb)
-    assert record.record_cmd(args(commit=None)) == 0
-    assert "has not changed" in capfd.readouterr().out
-    again = notebook.load(path(course))
-    assert notebook.source(again["cells"][0]) == "3.14<!--05.copy_tbps--> TB/s"
-    assert again["metadata"] == nb["metadata"] and again["cells"][1:] == nb["cells"][1:]
+    assert record.record_cmd(args(cpu=True, commit=None)) == 0  # no commit is asked for, and no lesson
+    assert asked["env"]["CUDA_VISIBLE_DEVICES"] == "" and "1 cells and 0 figures" in capfd.readouterr().out
+    new = notebook.load(path(course))
+    assert [c["id"] for c in new["cells"][1:] if c["outputs"][0]["text"] == ["new\n"]] == ["counts"]
+    assert [c["execution_count"] for c in new["cells"][1:]] == [1, 2, 3, 4, 5, 6, 7]
+    cells = new["metadata"]["recorded"].pop("cells")
+    assert cells == {"counts": stamps.hashes(nb)["counts"], "table": "1"}
+    del nb["metadata"]["recorded"]["cells"]
+    assert new["metadata"]["recorded"] == nb["metadata"]["recorded"]
 
 
-def refused(course, capfd, **how):
+def test_a_draft_stays_one_without_a_gpu(course, monkeypatch):
+    executed(monkeypatch)
+    nb = notebook.load(path(course))
+    nb["metadata"]["recorded"] = None
+    small_course.put(course, nb)
+    assert record.record_cmd(args("toy", cpu=True)) == 0
+    nb = notebook.load(path(course))
+    assert notebook.is_draft(nb) and list(nb["metadata"]["recorded"]["cells"]) == ["counts"]
+    assert outputs.problems(nb) == []
+
+
+def test_check_lists_what_is_behind(course, capfd, monkeypatch):
+    monkeypatch.setattr(kernel, "has_cuda", lambda: True)
+    executed(monkeypatch)
+    assert record.record_cmd(args("toy")) == 0
+    capfd.readouterr()
+    assert record.record_cmd(args(check=True)) == 0 and capfd.readouterr().out == "06_toy: up to date\n"
+    nb = notebook.load(path(course))
+    figure = nb["metadata"]["recorded"]["figures"].pop("toy.copy_tbps")
+    small_course.put(course, nb)
+    assert record.record_cmd(args(check=True)) == 1
+    assert capfd.readouterr().err == "06_toy: figures not recorded: toy.copy_tbps\n"
+    nb["metadata"]["recorded"]["figures"]["toy.copy_tbps"] = figure
+    cell(nb, "table")["source"] = "recorded.table('other')"
+    small_course.put(course, nb)
+    assert record.record_cmd(args("toy", check=True)) == 1
+    assert capfd.readouterr().err == "06_toy: cells changed since they were recorded: table\n"
+    del nb["metadata"]["recorded"]
+    nb["cells"][6]["outputs"] = []
+    small_course.put(course, nb)
+    assert record.record_cmd(args(check=True)) == 0 and "a draft" in capfd.readouterr().out
+
+
+def refused(course, capfd, *lessons, **how):
     before = path(course).read_bytes()
-    assert record.record_cmd(args(**how)) == 1
+    try:
+        assert record.record_cmd(args(*lessons or ["toy"], **how)) == 1
+    except notebook.CourseError as e:
+        print(e, file=sys.stderr)
     out, err = capfd.readouterr()
     assert path(course).read_bytes() == before and out == "" and err.count("\n") == 1
     return err
 
 
-def executed(monkeypatch, **result):
-    "Stand in for the execution."
-    about = json.dumps({"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.1"})
-    done = run.Execution(asked=about, **result)
-    monkeypatch.setattr(record.run, "execute", lambda *a, **k: done)
-    monkeypatch.setattr(kernel, "has_cuda", lambda: True)
-
-
 def test_what_is_refused_leaves_the_notebook_alone(course, capfd, monkeypatch):
     monkeypatch.setattr(kernel, "has_cuda", lambda: False)
-    assert "no CUDA device here" in refused(course, capfd)
-    assert "`course record 05 --commit abc1234`" in refused(course, capfd, commit=None)
+    assert "no CUDA device here; --cpu needs none" in refused(course, capfd)
+    with pytest.raises(notebook.CourseError, match="name the lessons to record"):
+        record.record_cmd(args())
+    monkeypatch.setattr(kernel, "has_cuda", lambda: True)
+    assert "as in --commit abc1234" in refused(course, capfd, commit=None)
     assert "'main' is not a commit" in refused(course, capfd, commit="main")
     executed(monkeypatch, failed=(CELLS[5], "KeyError: 'x'"))
-    assert "05_toy, cell `counts`: KeyError: 'x'; nothing was recorded" in refused(course, capfd)
+    assert "06_toy, cell `counts`: KeyError: 'x'; nothing was recorded" in refused(course, capfd)
     executed(monkeypatch, ran={"counts": kernel.Ran(count=1)})  # cells that did not run
-    assert "was never executed; nothing was recorded" in refused(course, capfd)
+    assert "execution counts are" in refused(course, capfd)
 
 
 def git(course, *words):
@@ -144,9 +203,8 @@ def git(course, *words):
 
 
 def test_the_commit_comes_from_git(course, capfd, monkeypatch):
-    ran = {c["id"]: kernel.Ran(count=i) for i, c in enumerate(CELLS[1:], 1)}
-    ran["counts"].outputs = [{"output_type": "stream", "name": "stdout", "text": "7\n"}]
-    executed(monkeypatch, ran=ran)
+    executed(monkeypatch)
+    monkeypatch.setattr(kernel, "has_cuda", lambda: True)
     (course / "course_lib").mkdir()
     (course / "course_lib/a.py").write_text("1")
     git(course, "init", "-q")
@@ -156,18 +214,52 @@ def test_the_commit_comes_from_git(course, capfd, monkeypatch):
     assert "--commit abc1234 is not what is checked out" in refused(course, capfd)
 
     def stamp(**how):
-        assert record.record_cmd(args(commit=None, force=True, **how)) == 0, capfd.readouterr().err
+        assert record.record_cmd(args("toy", commit=None, **how)) == 0, capfd.readouterr().err
         capfd.readouterr()
         return notebook.load(path(course))["metadata"]["recorded"]
 
     first = stamp()
     assert len(first["commit"]) == 40 and first["clean"] is True
-    assert stamp()["clean"] is True  # recorded outputs and renewed text don't make the tree dirty
+    assert stamp()["clean"] is True  # what was recorded doesn't make the tree dirty
     (course / "course_lib/a.py").write_text("2")
-    assert "course_lib/a.py differs from the last commit" in refused(course, capfd, commit=None, force=True)
+    assert "course_lib/a.py differs from the last commit" in refused(course, capfd, commit=None)
     assert stamp(dirty=True)["clean"] is False
-    git(course, "checkout", "course_lib")
-    nb = notebook.load(path(course))
-    cell(nb, "start")["source"] = "2"
-    small_course.put(course, nb)
-    assert "nbs/05_toy.ipynb differs from the last commit" in refused(course, capfd, commit=None)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="GPU hosts are Linux")
+def test_side_by_side_each_lesson_has_a_gpu_and_cores_of_its_own(course, monkeypatch):
+    monkeypatch.setattr(kernel, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 5})
+    cores, started, two = {}, [], threading.Barrier(2, timeout=30)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, share: cores.update({pid: share}))
+
+    class Process:
+        def __init__(self, words, env):
+            self.pid, self.name = len(started), words[4]
+            started.append((self.name, env["CUDA_VISIBLE_DEVICES"], words[5:]))
+
+        def wait(self):
+            if self.name in ("01_a", "02_b"):
+                two.wait()  # at the same time
+            return int(self.name == "02_b")
+
+    monkeypatch.setattr(record.subprocess, "Popen", Process)
+    for number, slug, more in (
+        ("01", "a", {}),
+        ("02", "b", {}),
+        ("03", "c", {"gpus": "all"}),
+        ("04", "d", {}),
+    ):
+        nb = small_course.worked(slug=slug)
+        nb["metadata"]["course"] |= more
+        small_course.put(course, nb, f"{number}_{slug}.ipynb")
+    path(course).unlink()
+    assert record.record_cmd(args("a", "b", "c", "d", parallel=True, out=course / "out")) == 1
+    assert sorted(name for name, *_ in started[:2]) == ["01_a", "02_b"]
+    assert sorted(gpu for _, gpu, _ in started[:2]) == ["4", "6"]
+    assert sorted(cores[i] for i in (0, 1)) == [[0, 1], [2, 3, 5]]
+    assert started[2][0] == "04_d" and len(started) == 4  # one that failed leaves the others
+    assert started[3] == ("03_c", "4,6", ["--commit=abc1234", f"--out={course / 'out'}"])
+    assert cores[3] == [0, 1, 2, 3, 5]

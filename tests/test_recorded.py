@@ -4,22 +4,19 @@ import pytest
 
 from course_lib import recorded
 
+FIGURE = {
+    "value": 4.271,
+    "unit": "TB/s",
+    "machine": "NVIDIA H200",
+    "torch": "2.11.0",
+    "date": "2026-11-29",
+    "commit": "abc1234",
+}
+
 
 @pytest.fixture
 def nbs(tmp_path, monkeypatch):
-    stamp = {
-        "gpu": "NVIDIA H200",
-        "figures": {
-            "roofline.copy_tbps": {
-                "value": 4.271,
-                "unit": "TB/s",
-                "machine": "NVIDIA H200",
-                "torch": "2.11.0",
-                "date": "2026-11-29",
-                "commit": "abc1234",
-            },
-        },
-    }
+    stamp = {"gpu": "NVIDIA H200", "figures": {"roofline.copy_tbps": FIGURE}}
     notebook = {"cells": [], "metadata": {"recorded": stamp}}
     (tmp_path / "06_roofline.ipynb").write_text(json.dumps(notebook))
     (tmp_path / "06_precision.ipynb").write_text(json.dumps({"cells": [], "metadata": {}}))
@@ -31,16 +28,7 @@ def nbs(tmp_path, monkeypatch):
 
 def test_figures_come_with_lesson_name_and_provenance(nbs):
     (row,) = recorded.figures()
-    assert row == {
-        "lesson": "roofline",
-        "name": "roofline.copy_tbps",
-        "value": 4.271,
-        "unit": "TB/s",
-        "machine": "NVIDIA H200",
-        "torch": "2.11.0",
-        "date": "2026-11-29",
-        "commit": "abc1234",
-    }
+    assert row == {"lesson": "roofline", "name": "roofline.copy_tbps", **FIGURE}
     assert recorded.get("roofline.copy_tbps")["value"] == 4.271
     assert recorded.get("roofline.unknown") is None
     assert recorded.figures("precision") == []

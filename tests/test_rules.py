@@ -1,7 +1,7 @@
 import pytest
 from small_course import STUB, code, markdown, worked
 
-from course_lib.authoring import build
+from course_lib.authoring import answers, build
 from course_lib.authoring.notebook import CourseError
 
 
@@ -36,17 +36,21 @@ def insert(at, *cells):
     return lambda nb: nb["cells"].__setitem__(slice(at, at), cells)
 
 
-HEAD = "### Exercise 01.1 · Double · ●●○ · 5 min\n\n"
-SECOND = {"id": "01.2", "title": "Double", "minutes": 5, "difficulty": 2}
-AGAIN = code("again", "# NBVAL_CHECK_OUTPUT\n1", ["check"], exercise=SECOND | {"id": "01.1"})
+def edit_both(nb):
+    by_id(nb)["tail"]["source"] = "%%gpu a number\ny = 1"
+    nb["cells"].append(code("more", "def f():\n    return y"))
+
+
+HEAD = "### Exercise tiny.1 · Double · ●●○ · 5 min\n\n"
+SECOND = {"id": "tiny.2", "title": "Double", "minutes": 5, "difficulty": 2}
+AGAIN = code("again", "# NBVAL_CHECK_OUTPUT\n1", ["check"], exercise=SECOND | {"id": "tiny.1"})
 STUB2 = code("ex2-stub", STUB, ["exercise"])
 CHECK2 = code("ex2-check", "# NBVAL_CHECK_OUTPUT\n1", ["check"], exercise=SECOND)
-HEAD2 = markdown("ex2", HEAD.replace("01.1", "01.2"))
-NEEDED = r"metadata\.course must hold number"
+HEAD2 = markdown("ex2", HEAD.replace("tiny.1", "tiny.2"))
+NEEDED = r"metadata\.course must hold slug"
 
 BROKEN = {
     "no metadata": (lambda nb: nb["metadata"].pop("course"), NEEDED),
-    "no number": (drop("number"), NEEDED),
     "no slug": (drop("slug"), NEEDED),
     "no title": (drop("title"), NEEDED),
     "no part": (drop("part"), NEEDED),
@@ -54,7 +58,8 @@ BROKEN = {
     "no needs": (drop("needs"), NEEDED),
     "minutes in words": (course(minutes="20"), r"minutes \(int\)"),
     "an unknown way without a GPU": (course(without_gpu="magic"), "without_gpu is 'magic'"),
-    "another number": (course(number="02"), "02_tiny; the file's name must agree"),
+    "an unknown number of GPUs": (course(gpus="two"), "gpus is 'two'"),
+    "another slug": (course(slug="teeny"), "the file's name must agree"),
     "no id": (lambda nb: nb["cells"][1].pop("id"), "cell 2 needs an id"),
     "an id with a blank": (edit("start", id="my cell"), "cell 2 needs an id"),
     "two ids": (edit("tail", id="start"), "cell start: two cells have this id"),
@@ -71,15 +76,26 @@ BROKEN = {
     "a check of nothing": (edit("ex1-check", exercise=None), "cell ex1-check: .* must hold id"),
     "an exercise without check": (edit("tail", exercise=SECOND), "cell tail: metadata.exercise on a cell"),
     "difficulty 4": (exercise(difficulty=4), "difficulty is 4"),
-    "another lesson's exercise": (exercise(id="02.1"), "exercise 02.1 comes where 01.1 is expected"),
-    "two check cells": (insert(5, AGAIN), "cell again: exercise 01.1 has two check cells"),
-    "a check on the GPU": (edit("ex1-check", tags=["check", "gpu"]), "carries no other tag"),
+    "another lesson's exercise": (exercise(id="other.1"), "exercise other.1 comes where tiny.1 is expected"),
+    "two check cells": (insert(5, AGAIN), "cell again: exercise tiny.1 comes where tiny.2 is expected"),
+    "the tag gpu": (edit("tail", tags=["gpu"]), "cell tail: a cell for a GPU begins with `%%gpu`"),
+    "%%gpu and no words": (edit("tail", source="%%gpu\n1"), "cell tail: `%%gpu` is followed by a few words"),
+    "a name of a GPU cell": (edit_both, "cell more: it reads y, which a `%%gpu` cell defines"),
+    "a slow check": (edit("ex1-check", tags=["check", "slow"]), "carries no other tag"),
+    "a check on the GPU": (edit("ex1-check", source="%%gpu it\n1"), "starts with `# NBVAL_CHECK_OUTPUT`"),
+    "an answer that reads more": (
+        edit("ex1-stub", source=STUB.replace("x + x", "x + other")),
+        "cell ex1-stub: its answer reads other, which no import and no exercise defines",
+    ),
     "a check nobody compares": (edit("ex1-check", source="1"), "starts with `# NBVAL_CHECK_OUTPUT`"),
-    "no stub": (lambda nb: nb["cells"].pop(3), "exercise 01.1 has no stub"),
-    "the stub of another exercise": (insert(5, CHECK2), "exercise 01.2 has no stub"),
-    "one hint": (edit("ex1", source=HEAD + "<details>one</details>"), "01.1 has 1 hints"),
-    "hints of another exercise": (insert(5, HEAD2, STUB2, CHECK2), "01.2 has 0 hints"),
-    "another heading": (edit("ex1", source=HEAD.replace("5 min", "9 min")), "headed otherwise"),
+    "no stub": (lambda nb: nb["cells"].pop(3), "exercise tiny.1 has no stub"),
+    "the stub of another exercise": (insert(5, CHECK2), "exercise tiny.2 has no stub"),
+    "one hint": (edit("ex1", source=HEAD + "<details>one</details>"), "tiny.1 has 1 hints"),
+    "hints of another exercise": (insert(5, HEAD2, STUB2, CHECK2), "tiny.2 has 0 hints"),
+    "another heading": (
+        edit("ex1", source=HEAD.replace("5 min", "9 min")),
+        "its metadata says another heading",
+    ),
     "a stub without check": (insert(6, STUB2), "has no check"),
 }
 
@@ -92,4 +108,5 @@ def test_a_notebook_that_breaks_a_rule_is_refused(name):
     change(nb)
     with pytest.raises(CourseError, match=why) as e:
         build.lesson(nb, "01_tiny")
+        answers.module(nb, "01_tiny")
     assert str(e.value).startswith("nbs/01_tiny.ipynb") and "\n" not in str(e.value)

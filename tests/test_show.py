@@ -1,3 +1,6 @@
+import base64
+import io
+
 import matplotlib
 
 matplotlib.use("agg")
@@ -16,7 +19,7 @@ def compute(rate=0.1, steps=5, shape="bowl"):
 def drawn(monkeypatch):
     "The data of each redraw, and what was displayed."
     seen = {"data": [], "shown": []}
-    monkeypatch.setattr("IPython.display.display", lambda fig: seen["shown"].append(fig))
+    monkeypatch.setattr("IPython.display.display", seen["shown"].append)
 
     def view(data):
         seen["data"].append(data)
@@ -61,3 +64,26 @@ def test_a_control_without_a_parameter_is_refused_by_name(drawn):
 def test_a_control_that_is_no_range_is_refused(drawn):
     with pytest.raises(ValueError, match="control rate"):
         show.Explorer(compute, drawn["view"], rate=object()).interact()
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_a_figure_is_stored_sharper_than_it_is_shown(drawn, image):
+    show.style()
+    fig, ax = show.axes(figsize=(6, 3))
+    ax.imshow([[0, 1]]) if image else ax.plot([0, 1])
+    show.figure(fig)
+    png, metadata = drawn["shown"][0]._repr_png_()
+    pixels = plt.imread(io.BytesIO(base64.b64decode(png) if isinstance(png, str) else png)).shape[1]
+    assert abs(pixels / metadata["width"] - (1 if image else show.SHARPNESS)) < 0.01
+    assert 400 < metadata["width"] < 520 and plt.get_fignums() == []
+
+
+def test_a_table():
+    rows = [("a", 12345, None), ("bcd", 0.012345, "x"), ("", 1234.5, 7)]
+    text = show.table(("", "bytes", "unit"), rows, left=(0, 2))
+    assert text.splitlines() == [
+        "      bytes  unit",
+        "a    12,345  –",
+        "bcd  0.0123  x",
+        "      1,234  7",
+    ]

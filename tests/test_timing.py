@@ -10,46 +10,24 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def test_a_known_sleep():
+    begin = time.perf_counter()
     t = timing.time(time.sleep, 0.004, seconds=0.2)
+    assert time.perf_counter() - begin < 0.5
     assert 0.004 <= t.low <= t.median <= t.high
-    assert t.low < 0.008
-    assert 5 <= t.runs <= 50
+    assert t.low < 0.008 and 5 <= t.runs <= 50
 
 
 def test_a_function_too_short_for_the_clock():
-    def nothing():
-        pass
-
-    t = timing.time(nothing, seconds=0.05)
+    t = timing.time(lambda: None, seconds=0.05)
     assert 0 < t.low <= t.median <= t.high
-    assert t.low < 1e-5
-    assert t.runs > 1000
-
-
-def test_seconds_bounds_the_time():
-    begin = time.perf_counter()
-    t = timing.time(time.sleep, 0.001, seconds=0.3)
-    took = time.perf_counter() - begin
-    assert took < 0.6
-    assert t.runs > 50
+    assert t.low < 1e-5 and t.runs > 1000
 
 
 def test_a_slow_function_is_called_a_few_times_all_the_same():
     calls = []
     t = timing.time(lambda: (calls.append(1), time.sleep(0.02)), seconds=0.01)
     assert t.runs == 5
-    assert len(calls) == 7  # one that is not timed, one that finds out how long it takes
-
-
-def test_longer_work_takes_longer():
-    short, long = (timing.time(time.sleep, s, seconds=0.1) for s in (0.001, 0.01))
-    assert 5 < long.low / short.low < 11
-
-
-def test_all_of_torchs_threads_are_used():
-    seen = set()
-    timing.time(lambda: seen.add(torch.get_num_threads()), seconds=0.01)
-    assert seen == {torch.get_num_threads()}
+    assert len(calls) == 8  # one that is not timed, two that find out how long it takes
 
 
 def test_first_call_is_not_timed():
@@ -63,33 +41,16 @@ def test_first_call_is_not_timed():
     assert timing.time(slow_at_first, seconds=0.05).median < 0.01
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (1.234, "1.23 s (1.2-1.3, 40 runs)"),
-        (1.234e-3, "1.23 ms (1.2-1.3, 40 runs)"),
-        (1.234e-6, "1.23 µs (1.2-1.3, 40 runs)"),
-        (1.234e-9, "1.23 ns (1.2-1.3, 40 runs)"),
-    ],
-)
-def test_reads_well(seconds, text):
-    scale = seconds / 1.234
-    assert str(timing.Timing(seconds, 1.2 * scale, 1.3 * scale, 40)) == text
+@pytest.mark.parametrize("scale, unit", [(1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])
+def test_reads_well(scale, unit):
+    t = timing.Timing(1.234 * scale, 1.2 * scale, 1.3 * scale, 4000)
+    assert str(t) == f"1.23 {unit} (1.2-1.3, 4,000 runs)"
 
 
 def test_collector_comes_back_and_errors_pass():
     with pytest.raises(ZeroDivisionError):
         timing.time(lambda: 1 / 0)
     assert gc.isenabled()
-    timing.time(lambda: None, seconds=0.01)
-    assert gc.isenabled()
-
-
-def test_what_it_is_given():
-    with pytest.raises(TypeError, match="without calling it"):
-        timing.time(torch.ones(3))
-    with pytest.raises(ValueError, match="positive"):
-        timing.time(lambda: None, seconds=0)
 
 
 @pytest.mark.gpu
@@ -107,25 +68,9 @@ def test_gpu_matmul_takes_what_do_bench_says(n):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_gpu_time_is_not_the_time_to_ask():
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    begin = time.perf_counter()
-    torch.mm(a, a)
-    asked = time.perf_counter() - begin
-    assert timing.time(torch.mm, a, a).median > 5e-4 > asked / 5
-
-
-@pytest.mark.gpu
-@needs_gpu
 def test_gpu_caches_are_cold():
     # 16 MB fits in the L2 cache; read again from there it would beat the memory's bandwidth.
     x = torch.randn(4 << 20, device="cuda")
-    t = timing.time(torch.sum, x)
-    assert x.nbytes / t.median < 4.8e12
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_cpu_tensors_are_timed_on_the_cpu_beside_a_gpu():
-    x = torch.ones(3)
-    assert timing.time(torch.add, x, x).runs > 1000
+    assert x.nbytes / timing.time(torch.sum, x).median < 4.8e12
+    cpu = torch.ones(3)
+    assert timing.time(torch.add, cpu, cpu).runs > 1000  # CPU tensors are timed on the CPU beside a GPU

@@ -1,10 +1,10 @@
 """A course of one lesson whose checks cost no import of torch, for tests that execute notebooks.
 
-Four exercises: multiply by 2, 3, 4, and by 5 on a GPU.
+Three exercises: multiply by 2, 3 and 4; the last one reads what other cells of the lesson bind.
 """
 
+import contextlib
 import json
-import shutil
 
 import small_course
 from small_course import code, markdown
@@ -30,45 +30,42 @@ def _check(number, factor):
     return check
 
 
-double, triple, quadruple, quintuple = (_check(f"05.{i}", i + 1) for i in range(1, 5))
+double, triple, quadruple = (_check(f"toy.{i}", i + 1) for i in range(1, 4))
 """
 # A kernel finds the toy's checks beside the real ones.
-SITE = """\
-import course_lib.checks
-
-course_lib.checks.__path__.append({folder!r})
-"""
-NAMES = ["double", "triple", "quadruple", "quintuple"]
-RIGHT = {n: f"def {n}(x):\n    return {i} * x" for i, n in enumerate(NAMES, 2)}
+SITE = "import course_lib\n\ncourse_lib.__path__.append({folder!r})\n"
+NAMES = ["double", "triple", "quadruple"]
+BODIES = ["2 * x", "3 * x", "factors['four'] * x"]
+RIGHT = {n: f"def {n}(x):\n    return {body}" for n, body in zip(NAMES, BODIES, strict=True)}
 
 
-def exercise(i, tags=()):
+def exercise(i):
     name = NAMES[i - 1]
-    about = {"id": f"05.{i}", "title": name.title(), "minutes": 5, "difficulty": 1}
-    heading = f"### Exercise 05.{i} · {name.title()} · ●○○ · 5 min\n\n{small_course.HINTS}"
-    stub = f"def {name}(x):\n    ### BEGIN SOLUTION\n    return {i + 1} * x\n    ### END SOLUTION"
+    about = {"id": f"toy.{i}", "title": name.title(), "minutes": 5, "difficulty": 1}
+    heading = f"### Exercise toy.{i} · {name.title()} · ●○○ · 5 min\n\n{small_course.HINTS}"
+    stub = f"def {name}(x):\n    ### BEGIN SOLUTION\n    return {BODIES[i - 1]}\n    ### END SOLUTION"
     return [
         markdown(f"ex{i}", heading),
-        code(f"ex{i}-stub", stub, ["exercise", *tags]),
+        code(f"ex{i}-stub", stub, ["exercise"]),
         code(f"ex{i}-check", f"# NBVAL_CHECK_OUTPUT\ncheck.{name}({name})", ["check"], exercise=about),
     ]
 
 
 def worked():
     "The toy's worked notebook."
-    nb = small_course.worked("05", "toy", "Toy")
-    nap = "import os, time\n\ntime.sleep(float(os.environ.get('NAP', 0)))"
+    nb = small_course.worked("06", "toy", "Toy")
     nb["cells"] = [
         markdown("title", "# Toy"),
-        code("imports", "from course_lib.checks import toy as check"),
+        code("imports", "import os\n\nfrom course_lib.toy import check"),
         *exercise(1),
-        code("nap", nap),
+        code("demo", "factors = None\nraise RuntimeError('a cell that no check needs ran')"),
         code("slow-demo", "raise RuntimeError('a slow cell ran')", ["slow"]),
         *exercise(2),
-        code("gpu-demo", "raise RuntimeError('a gpu cell ran without a GPU')", ["gpu"]),
+        code("factors", "factors = {'four': 0}\nfour = 4"),
+        code("set", "factors['four'] = four"),
+        code("gpu-demo", "%%gpu the device's name\nos.gpu_name()"),
         *exercise(3),
-        *exercise(4, ["gpu"]),
-        code("tail", "1 / 0"),  # after the last check: never executed by course check
+        code("tail", "1 / 0"),  # after the last check
     ]
     return nb
 
@@ -78,7 +75,7 @@ class Toy:
 
     def __init__(self, root):
         self.root, self.work = root, root / "work"
-        self.path = self.work / "05_toy.ipynb"
+        self.path = self.work / "06_toy.ipynb"
         self.progress = self.work / ".progress.json"
 
     def read(self):
@@ -87,9 +84,12 @@ class Toy:
     def write(self, nb):
         self.path.write_text(json.dumps(nb), encoding="utf-8")
 
+    @contextlib.contextmanager
     def cells(self):
-        "A context: the learner's cells by id, written back at its end."
-        return _Edit(self)
+        "The learner's cells by id, written back at the end."
+        nb = self.read()
+        yield {c["id"]: c for c in nb["cells"]}
+        self.write(nb)
 
     def solve(self, *names):
         with self.cells() as cells:
@@ -97,32 +97,20 @@ class Toy:
                 cells[f"ex{NAMES.index(name) + 1}-stub"]["source"] = RIGHT[name]
 
 
-class _Edit:
-    def __init__(self, toy):
-        self.toy = toy
-
-    def __enter__(self):
-        self.nb = self.toy.read()
-        return {c["id"]: c for c in self.nb["cells"]}
-
-    def __exit__(self, *exc):
-        self.toy.write(self.nb)
-
-
 def make(root, monkeypatch):
     "Build the toy course under `root` and point this process and its kernels at it."
-    from course_lib.authoring import build, kernel, notebook
+    from course_lib.authoring import build, notebook
 
-    for folder in ("nbs", "lessons", "work", "site/checks"):
+    for folder in ("nbs", "lessons", "work", "site/toy"):
         (root / folder).mkdir(parents=True)
     small_course.use(root, monkeypatch)
-    (root / "site/checks/toy.py").write_text(CHECKS)
-    (root / "site/sitecustomize.py").write_text(SITE.format(folder=str(root / "site/checks")))
+    (root / "site/toy/__init__.py").write_text("")
+    (root / "site/toy/check.py").write_text(CHECKS)
+    (root / "site/sitecustomize.py").write_text(SITE.format(folder=str(root / "site")))
     monkeypatch.setenv("PYTHONPATH", str(root / "site"))
     monkeypatch.setenv("COURSE_ROOT", str(root))
-    monkeypatch.setattr(kernel, "has_cuda", lambda: False)
-    path = small_course.put(root, worked())
-    notebook.save(build.lesson(worked(), path.stem), notebook.LESSONS / path.name)
-    toy = Toy(root)
-    shutil.copy(notebook.LESSONS / path.name, toy.path)
+    path, toy = small_course.put(root, worked()), Toy(root)
+    lesson = build.lesson(worked(), path.stem)
+    for target in (notebook.LESSONS / path.name, toy.path):
+        notebook.save(lesson, target)
     return toy

@@ -4,10 +4,11 @@ A lesson is a pure function of its worked notebook: answers become stubs, output
 the source becomes its version.
 """
 
+import base64
 import re
 import sys
 
-from course_lib.authoring import markers, notebook, picture, readme, rules
+from course_lib.authoring import answers, markers, notebook, readme, rules
 from course_lib.authoring.notebook import CourseError
 
 
@@ -43,47 +44,59 @@ def _cell(cell, stem):
     return out | {"source": text.splitlines(keepends=True)}
 
 
+def _of_lesson(path):
+    "The files made from a worked notebook, {path: bytes}, and the notebook. Raises CourseError."
+    stem, nb = path.stem, notebook.load(path)
+    files = {notebook.LESSONS / path.name: notebook.dump(lesson(nb, stem)).encode()}
+    files[_solutions(stem)] = answers.module(nb, stem).encode()
+    for cell in nb["cells"]:  # README's picture is one that a lesson drew
+        for out in cell.get("outputs", []) if "picture" in cell["metadata"] else []:
+            if png := out.get("data", {}).get("image/png"):
+                files[notebook.ROOT / cell["metadata"]["picture"]] = base64.b64decode(png)
+    return files, nb
+
+
+def _solutions(stem):
+    return notebook.ROOT / "course_lib" / stem[3:] / "solutions.py"
+
+
 def derived():
-    """Every derived file as ({path: text}, [sentences about sources that were refused]).
+    """Every derived file as ({path: bytes}, [sentences about sources that were refused]).
 
-    A path whose text is None has no source any more.
+    A path that holds None has no source any more.
     """
-    files, refused, built = dict.fromkeys(notebook.LESSONS.glob("*.ipynb")), [], {}
+    files = dict.fromkeys(
+        [*notebook.LESSONS.glob("*.ipynb"), *notebook.ROOT.glob("course_lib/*/solutions.py")]
+    )
+    refused, shown, numbers = [], {}, set()
     for path in sorted(notebook.NBS.glob("*.ipynb")):
-        target = notebook.LESSONS / path.name
+        stem = path.stem
         try:
-            if not re.fullmatch(r"[0-9]{2}_[a-z0-9_]+", path.stem):
-                rules.refuse(path.stem, None, "a lesson's file is named NN_topic.ipynb")
-            if any(name[:2] == path.name[:2] for name in built):
-                rules.refuse(path.stem, None, f"a second lesson {path.name[:2]}")
-            built[path.name] = lesson(notebook.load(path), path.stem)
-            files[target] = notebook.dump(built[path.name])
+            if not re.fullmatch(r"[0-9]{2}_[a-z0-9_]+", stem):
+                rules.refuse(stem, None, "a lesson's file is named NN_topic.ipynb")
+            if stem[:2] in numbers:
+                rules.refuse(stem, None, f"a second lesson {stem[:2]}")
+            numbers.add(stem[:2])
+            made, nb = _of_lesson(path)
+            files |= made
+            shown |= {} if notebook.is_draft(nb) else {stem: nb}
         except CourseError as e:
             refused.append(str(e))
-            files.pop(target, None)
-    if not refused:
-        try:
-            files[notebook.ROOT / "README.md"] = readme.refreshed(list(built.values()))
-            if (svg := picture.svg()) is not None:
-                files[notebook.ROOT / picture.PATH] = svg
-        except CourseError as e:
-            refused.append(str(e))
-    return files, refused
-
-
-def _is_behind(path, text):
-    if text is None:
-        return True
+            for target in (notebook.LESSONS / path.name, _solutions(stem)):
+                files.pop(target, None)
     try:
-        return path.read_bytes() != text.encode()
-    except FileNotFoundError:
-        return True
+        files |= {} if refused else {notebook.ROOT / "README.md": readme.refreshed(shown).encode()}
+    except CourseError as e:
+        refused.append(str(e))
+    return files, refused
 
 
 def build_cmd(args):
     "Write what is behind, or with `--check` name it. Returns the exit status."
     files, refused = derived()
-    behind = [path for path, text in sorted(files.items()) if _is_behind(path, text)]
+    behind = [
+        p for p, data in sorted(files.items()) if data is None or not p.exists() or p.read_bytes() != data
+    ]
     for path in behind:
         name = path.relative_to(notebook.ROOT)
         if args.check:

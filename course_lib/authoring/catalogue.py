@@ -4,94 +4,77 @@ import ast
 import json
 
 from course_lib import recorded
-from course_lib.authoring import notebook, readme
+from course_lib.authoring import notebook, progress, readme
 from course_lib.authoring.notebook import CourseError
+
+
+def published():
+    "The lessons without drafts: {number: (path in lessons/, worked notebook)}."
+    found = {}
+    for number, path in notebook.lessons().items():
+        if (notebook.NBS / path.name).exists():
+            worked = notebook.load(notebook.NBS / path.name)
+            if not notebook.is_draft(worked):
+                found[number] = path, worked
+    return found
 
 
 def lessons(work):
     """The lessons in order, as `course list --json` prints them, with the progress kept in folder `work`.
 
-    `number slug title part minutes needs exercises[{id,title,mutants,passed}] recorded{gpu,torch,date}`;
-    `recorded` is None while a lesson has not been recorded.
+    `number slug title part minutes needs exercises[{id,title,mutants,passed}] recorded{gpu,torch,date}`.
     """
-    passed = notebook.progress(work)
     rows = []
-    for path in notebook.lessons().values():
-        nb = notebook.load(path)
-        course = nb["metadata"].get("course", {})
-        count = mutants(path.stem[3:])
+    for number, (path, worked) in published().items():
+        nb, topic = notebook.load(path), path.stem[3:]
+        passed, count, stamp = progress.passed(work, topic), mutants(topic), notebook.stamp(worked)
+        row = {"number": number, "slug": topic, "exercises": []}
         try:
-            rows.append(
-                {k: course[k] for k in ("number", "slug", "title", "part", "minutes", "needs")}
-                | {
-                    "exercises": [
-                        {"id": e["id"], "title": e["title"], "mutants": count.get(e["id"], 0)}
-                        | {"passed": e["id"] in passed}
-                        for e in notebook.exercises(nb)
-                    ],
-                    "recorded": _recorded(path.name),
-                }
-            )
+            row |= {k: nb["metadata"]["course"][k] for k in ("title", "part", "minutes", "needs")}
+            for e in notebook.exercises(nb):
+                about = {"mutants": count.get(e["id"], 0), "passed": e["title"] in passed}
+                row["exercises"].append({"id": e["id"], "title": e["title"], **about})
         except (KeyError, TypeError):
-            raise CourseError(
-                f"lessons/{path.name} lacks its metadata: `course build` makes it anew"
-            ) from None
+            raise CourseError(f"{path} lacks its metadata: `course build` makes it again") from None
+        rows.append(row | {"recorded": {k: stamp.get(k) for k in ("gpu", "torch", "date")}})
     return rows
 
 
 def mutants(topic):
-    "How many wrong answers each exercise has in tests/mutants/<topic>.py, without importing it: {'05.1': 3}."
-    path = notebook.ROOT / "tests" / "mutants" / f"{topic}.py"
+    "How many wrong answers each exercise has in tests/<topic>/mutants.py, not imported: {'roofline.1': 3}."
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse((notebook.ROOT / "tests" / topic / "mutants.py").read_text(encoding="utf-8"))
+        found = [s.value for s in tree.body if isinstance(s, ast.Assign) and s.targets[0].id == "MUTANTS"]
+        return {k.value: len(v.elts) for d in found for k, v in zip(d.keys, d.values, strict=True)}
+    except (OSError, SyntaxError, ValueError, AttributeError):  # absent, or not a table of names
         return {}
-    for node in tree.body:
-        names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
-        if "MUTANTS" in names and isinstance(node.value, ast.Dict):
-            return {
-                k.value: len(v.elts)
-                for k, v in zip(node.value.keys, node.value.values, strict=True)
-                if isinstance(k, ast.Constant) and isinstance(v, ast.List | ast.Tuple)
-            }
-    return {}
 
 
-def _recorded(name):
-    "Where a worked notebook was recorded, or None: while there is no stamp, or no such notebook."
-    try:
-        stamp = notebook.load(notebook.NBS / name)["metadata"].get("recorded")
-    except CourseError:
-        return None
-    return {k: stamp.get(k) for k in ("gpu", "torch", "date")} if stamp and isinstance(stamp, dict) else None
+def first_unsolved(rows):
+    "The number of the first lesson with an exercise that has not been passed, or None."
+    return next((r["number"] for r in rows if not all(e["passed"] for e in r["exercises"])), None)
 
 
 def list_cmd(args):
     "Print the lessons: a table by part, or JSON."
     rows = lessons(args.work)
     if args.json:
-        print(json.dumps(rows, indent=1, ensure_ascii=False))
-        return
-    if not rows:
-        print("There are no lessons yet: `course build` makes them from nbs/.")
-        return
-    width = max(len(r["title"]) for r in rows)
-    part = None
+        return print(json.dumps(rows, indent=1, ensure_ascii=False))
+    width, part = max((len(r["title"]) for r in rows), default=0), None
     for r in rows:
         if r["part"] != part:
             part = r["part"]
             print(f"\n{part}")
-        done = f"{sum(e['passed'] for e in r['exercises'])}/{len(r['exercises'])}"
-        where = f"recorded on {r['recorded']['gpu']}, {r['recorded']['date']}" if r["recorded"] else ""
-        line = f"  {r['number']}  {r['title']:<{width}}  {done:>5} solved  {r['minutes']:>3} min  {where}"
-        print(line.rstrip())
+        done = f"{sum(e['passed'] for e in r['exercises'])}/{len(r['exercises'])} solved"
+        where = f"recorded on {r['recorded']['gpu']}, {r['recorded']['date']}"
+        print(f"  {r['number']}  {r['title']:<{width}}  {done:>12}  {r['minutes']:>3} min  {where}")
     following = first_unsolved(rows)
-    print(f"\nNext: course lab {following}" if following else "\nEvery exercise is solved.")
-
-
-def first_unsolved(rows):
-    "The number of the first lesson with an exercise that has not been passed, or None."
-    return next((r["number"] for r in rows if not all(e["passed"] for e in r["exercises"])), None)
+    none = (
+        "Every exercise is solved."
+        if rows
+        else "There are no lessons yet: `course build` makes them from nbs/."
+    )
+    return print(f"\nNext: course lab {following}" if following else f"\n{none}")
 
 
 def figures_cmd(args):
@@ -101,20 +84,13 @@ def figures_cmd(args):
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CourseError("a worked notebook in nbs/ is damaged: take it from git again") from None
     if args.json:
-        print(json.dumps(rows, indent=1, ensure_ascii=False))
-        return
-    if not rows:
-        print("No figures are recorded yet: `course record` on a GPU host stores them.")
-        return
+        return print(json.dumps(rows, indent=1, ensure_ascii=False))
     table = [("figure", "value", "unit", "bar", "machine", "torch", "date")]
-    table += [
-        (r["name"], recorded.shown(r), r["unit"], readme.bar(r), r["machine"], r["torch"], r["date"])
-        for r in rows
-    ]
-    widths = [max(len(str(row[i])) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        cells = (
-            str(c).rjust(w) if i == 1 else str(c).ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
+    table += [(r["name"], recorded.shown(r), r["unit"], readme.bar(r), r["machine"], r["torch"], r["date"])
+              for r in rows]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for name, value, *rest in table:
+        cells = [name.ljust(widths[0]), value.rjust(widths[1])]
+        cells += [text.ljust(width) for text, width in zip(rest, widths[2:], strict=True)]
         print("  ".join(cells).rstrip())
+    return None

@@ -1,88 +1,71 @@
 "`course check`: judge the learner's notebooks, say what is wrong, note the progress."
 
-import datetime
-import json
-import shutil
+import functools
+import os
 import sys
-import textwrap
-from pathlib import Path
 
-from course_lib.authoring import judge, notebook, watch
+from course_lib import ram
+from course_lib.authoring import catalogue, judge, lab, notebook, progress
 from course_lib.authoring.notebook import CourseError
 
 
-def read(number, work):
-    "The lesson and the learner's notebook in folder `work`. Raises CourseError."
-    path = notebook.lessons()[number]
-    lesson, mine = notebook.load(path), work / path.name
-    if not mine.exists():
-        raise CourseError(f"{mine} is not there yet: `course lab {number}` makes it and opens it")
-    nb = notebook.load(mine)
-    if not any(c["cell_type"] == "code" for c in nb["cells"]):
-        raise CourseError(
-            f"{mine} has no code cells: `course reset {number}` gives a fresh copy and keeps this one aside"
-        )
-    return lesson, nb
-
-
-def save_progress(work, lesson, report):
-    "Note the passed exercises in `work`/.progress.json; what was passed once stays. Raises CourseError."
-    found = notebook.progress(work)
-    today, version = datetime.date.today().isoformat(), lesson["metadata"]["course"].get("version")
-    new = {n: {"passed": today, "version": version} for n, why in report.verdicts.items() if not why}
-    new = {n: row for n, row in new.items() if found.get(n, {}).get("version") != version}
-    if new:
-        text = json.dumps({**found, **new}, indent=1, sort_keys=True)
-        notebook.write(text + "\n", Path(work) / ".progress.json")
-
-
-def shown(lesson, report):
-    "The report as text: a line for each exercise, notes, a count."
-    course, exercises = lesson["metadata"]["course"], notebook.exercises(lesson)
-    width = max((len(e["title"]) for e in exercises), default=0)
-    lines = [f"{course['number']} {course['slug']}"]
-    for e in exercises:
-        why = report.verdicts.get(e["id"])
-        words = (
-            "passed"
-            if why == ""
-            else "left out: it needs a CUDA GPU"
-            if why is None
-            else f"not passed: {why}"
-        )
-        lines += textwrap.wrap(
-            words,
-            max(shutil.get_terminal_size((100, 24)).columns, 70),
-            initial_indent=f"  {e['id']}  {e['title']:<{width}}  ",
-            subsequent_indent=" " * (10 + width),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    lines += [f"  note: {n}" for n in report.notes]
-    passed = sum(why == "" for why in report.verdicts.values())
-    count = f"{passed} of {len(exercises)} passed"
-    lines.append(
-        f"  {count}; {len(report.no_gpu)} left out for want of a GPU" if report.no_gpu else f"  {count}"
-    )
-    return "\n".join(lines)
-
-
 def check_cmd(args):
-    "Judge the learner's notebooks of the given lessons. Returns 1 while an exercise is unsolved."
-    work, status = Path(args.work), 0
+    "Judge the learner's notebooks of the given lessons. Returns 1 while one of their exercises is unsolved."
+    if not 0 < args.timeout < float("inf"):
+        raise CourseError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
+    status = 0
     for number in dict.fromkeys(notebook.resolve(word) for word in args.lessons):
         try:
-            lesson, mine = read(number, work)
-            report = judge.judge(lesson, mine, args.timeout, watch.memory_limit(), work)
+            status |= _check(notebook.lessons()[number], args)
         except CourseError as e:
             print(e, file=sys.stderr)
             status = 1
-            continue
-        print(shown(lesson, report), flush=True)
-        if any(report.verdicts.values()):
-            status = 1
-        try:
-            save_progress(work, lesson, report)
-        except CourseError as e:
-            print(f"your progress was not saved: {e}", file=sys.stderr)
     return status
+
+
+def _check(path, args):
+    lesson, topic, mine = notebook.load(path), path.stem[3:], lab.copy_of(path, args.work)
+    if not mine.exists():
+        raise CourseError(f"{mine} is not there yet: `course lab {topic}` makes it and opens it")
+    nb = notebook.load(mine)
+    if not any(c["cell_type"] == "code" for c in nb["cells"]):
+        raise CourseError(
+            f"{mine} has no code cells: `course reset {topic}` gives a fresh copy and keeps this one aside"
+        )
+    exercises = {e["id"]: e["title"] for e in notebook.exercises(lesson)}
+    chosen = args.exercise and {f"{topic}.{args.exercise.removeprefix(f'{topic}.')}"}
+    if chosen and not chosen <= set(exercises):
+        raise CourseError(f"{topic} has no exercise {args.exercise}; it has {', '.join(exercises)}")
+    print(f"{mine}: only the cells that the checks need are executed")
+    say = functools.partial(print, flush=True)
+    verdicts, notes = judge.judge(lesson, nb, topic, chosen, args.timeout, _memory_limit(), args.work, say)
+    width = max(len(title) for title in exercises.values())
+    for name, why in verdicts.items():
+        print(f"{name}  {exercises[name]:<{width}}  {f'not passed: {why}' if why else 'passed'}")
+    for note in notes:
+        print(f"note: {note}")
+    print(f"{sum(not why for why in verdicts.values())} of {len(verdicts)} passed")
+    try:
+        progress.save(args.work, topic, lesson, verdicts)
+    except CourseError as e:
+        print(f"your progress was not saved: {e}", file=sys.stderr)
+    print(_next(args.work, topic, exercises), flush=True)
+    return int(any(verdicts.values()))
+
+
+def _memory_limit():
+    "Bytes that a kernel and its children may use. More, and the system would kill something else first."
+    given = os.environ.get("COURSE_MEMORY_GB")
+    try:
+        return float(given) * 1e9 if given else min(0.6 * ram.total(), 0.9 * ram.available())
+    except ValueError:
+        raise CourseError(f"COURSE_MEMORY_GB is {given!r}; expected gigabytes, such as 8") from None
+
+
+def _next(work, topic, exercises):
+    passed = progress.passed(work, topic)
+    for name, title in exercises.items():
+        if title not in passed:
+            return f"next: {name}, {title}"
+    following = catalogue.first_unsolved(catalogue.lessons(work))
+    return f"next: `course lab {following}`" if following else "every exercise of the course is passed"

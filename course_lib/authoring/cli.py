@@ -17,12 +17,13 @@ COMMANDS = {
     "doctor": ("doctor", "doctor_cmd", "what this machine is and what each lesson can do on it"),
     "lab": ("lab", "lab_cmd", "open JupyterLab on your copies of the lessons"),
     "run": ("run", "run_cmd", "execute worked lessons here; compare figures with the recorded ones"),
-    "check": ("run", "check_cmd", "execute a copy of your notebook and judge every exercise"),
+    "check": ("check", "check_cmd", "execute a copy of your notebook and judge its exercises"),
     "reset": ("lab", "reset_cmd", "a fresh copy of a lesson; yours is kept under its date"),
     "build": ("build", "build_cmd", "for authors: make lessons/ and README's tables from nbs/"),
-    "record": ("record", "record_cmd", "for authors: execute lessons on a GPU and store outputs and figures"),
+    "record": ("record", "record_cmd", "for authors: execute lessons and store outputs and figures"),
     "figures": ("catalogue", "figures_cmd", "every recorded figure"),
 }
+LESSON = {"metavar": "LESSON", "help": "06, roofline or 06_roofline"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,68 +41,49 @@ def parser():
            for name, (_, _, about) in COMMANDS.items()}  # fmt: skip
     for name in ("list", "doctor", "figures"):
         add[name].add_argument("--json", action="store_true", help="print JSON")
-    add["lab"].add_argument("lesson", nargs="?", metavar="LESSON", help="05, roofline or 05_roofline")
-    add["lab"].add_argument(
-        "--no-browser", action="store_true", help="print the address instead (or NO_BROWSER=1)"
-    )
-    add["lab"].add_argument("--port", type=_port, default=8888, metavar="N", help="default: 8888")
-    for name in ("run", "check", "record"):
-        any_number = "*" if name == "run" else "+"
-        add[name].add_argument(
-            "lessons", nargs=any_number, metavar="LESSON", help="05, roofline or 05_roofline"
-        )
+    add["lab"].add_argument("lesson", nargs="?", **LESSON)
+    add["lab"].add_argument("--no-browser", action="store_true", help="print the address (or NO_BROWSER=1)")
+    add["lab"].add_argument("--port", type=int, default=8888, metavar="N", help="default: 8888")
+    add["run"].add_argument("lessons", nargs="*", **LESSON)
     add["run"].add_argument("--all", action="store_true", help="every lesson")
-    add["check"].add_argument(
-        "--timeout", type=_seconds, default=120, metavar="S", help="seconds a cell; default: 120"
-    )
-    add["reset"].add_argument("lesson", metavar="LESSON", help="05, roofline or 05_roofline")
+    add["check"].add_argument("lessons", nargs="+", **LESSON)
+    add["check"].add_argument("--exercise", metavar="N", help="judge this one alone: 3 or roofline.3")
+    add["check"].add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a cell")
+    add["reset"].add_argument("lesson", **LESSON)
     for name in ("list", "lab", "check", "reset"):
         add[name].add_argument(
-            "--work", type=Path, default=notebook.WORK, metavar="DIR", help="your copies; default: work/"
+            "--work", type=Path, default=notebook.WORK, metavar="DIR", help="default: work/"
         )
     add["build"].add_argument(
         "--check", action="store_true", help="write nothing; fail where something is behind"
     )
-    add["record"].add_argument("--force", action="store_true", help="even where the code has not changed")
+    add["record"].add_argument("lessons", nargs="*", **LESSON)
+    add["record"].add_argument("--cpu", action="store_true", help="marked cells alone, on any machine")
+    add["record"].add_argument(
+        "--check", action="store_true", help="write nothing; fail where something is behind"
+    )
+    add["record"].add_argument("--parallel", action="store_true", help="lessons side by side, a GPU for each")
+    add["record"].add_argument("--out", type=Path, metavar="DIR", help="write the notebooks there")
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
-    add["record"].add_argument("--dirty", action="store_true", help="the tree has uncommitted changes")
+    add["record"].add_argument("--dirty", action="store_true", help="course_lib has uncommitted changes")
     return top
-
-
-def _port(word):
-    if not word.isdecimal() or not 1 <= int(word) <= 65535:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a port; expected a number from 1 to 65535")
-    return int(word)
-
-
-def _seconds(word):
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = 0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a time limit; expected seconds, more than 0")
-    return seconds
 
 
 def main(argv=None):
     "Run `course` with `argv`; returns the exit status."
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        print(
-            f"course: there is no command {argv[0]!r}; the commands are: {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
-        return 2
-    top = parser()
-    args = top.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a pipe or terminal that is not UTF-8
+    args = parser().parse_args(argv)
     if args.command is None:
-        top.print_help()
+        parser().print_help()
         return 0
-    if args.command == "run" and not args.lessons and not args.all:
-        top.error("run needs a LESSON, or --all")
-    module, function, _ = COMMANDS[args.command]
     try:
+        if not notebook.LESSONS.is_dir() and not notebook.NBS.is_dir():
+            raise notebook.CourseError(
+                f"course needs the course's notebooks, and {notebook.ROOT} has none: "
+                f"clone the repository and run `make lab` there, or set COURSE_ROOT to a clone"
+            )
+        module, function, _ = COMMANDS[args.command]
         return getattr(importlib.import_module(f"course_lib.authoring.{module}"), function)(args) or 0
     except notebook.CourseError as e:
         print(e, file=sys.stderr)

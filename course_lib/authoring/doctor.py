@@ -2,11 +2,10 @@
 
 import json
 
-from course_lib.authoring import notebook
-from course_lib.authoring.notebook import CourseError
+from course_lib.authoring import catalogue, notebook
 
 WAYS = {
-    "gpu": "everything, on the real GPU",
+    "gpu": "everything, on the GPU",
     "cpu": "everything but GPU cells, on the CPU",
     "interpreter": "kernels in Triton's interpreter, on the CPU",
     "simulated": "on a simulated device",
@@ -17,31 +16,24 @@ WAYS = {
 def lessons(abilities):
     """What each lesson can do here: [{number, title, way, skipped}], from `machine.abilities()`.
 
-    `way` is a key of WAYS; a lesson says what it does without a GPU in `metadata.course.without_gpu`
-    ("cpu" where it is silent). `skipped` is the number of cells that want a GPU and find none.
+    `way` is a key of WAYS; `skipped`, the number of cells that need a GPU and find none.
     """
     rows = []
-    for number, path in notebook.lessons().items():
-        nb = notebook.load(path)
-        course = nb["metadata"].get("course", {})
-        way = "gpu" if abilities["gpu"] else course.get("without_gpu", "cpu")
-        if way == "interpreter" and not abilities["triton"]:
+    for number, (_, nb) in catalogue.published().items():
+        course, cells = nb["metadata"]["course"], sum(notebook.needs_gpu(c) for c in nb["cells"])
+        way = course.get("without_gpu", "cpu")
+        if abilities["gpu"]:
+            way, cells = "gpu", 0
+        elif way == "interpreter" and not abilities["triton"]:
             way = "none"
-        skipped = 0 if abilities["gpu"] else sum("gpu" in notebook.tags(c) for c in nb["cells"])
-        rows.append(
-            {"number": number, "title": course.get("title", path.stem), "way": way, "skipped": skipped}
-        )
+        rows.append({"number": number, "title": course["title"], "way": way, "skipped": cells})
     return rows
 
 
 def doctor_cmd(args):
     "Print what this machine is, what it measures, and the lessons; a table, or JSON."
-    try:
-        from course_lib import machine
-    except ImportError as e:
-        raise CourseError(
-            f"{e}: install the project with `pip install -e .[dev]`, or use `make venv`"
-        ) from None
+    from course_lib import machine  # imports torch
+
     found = machine.report()
     found["lessons"] = lessons(found["abilities"])
     print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else text(found))
@@ -49,39 +41,29 @@ def doctor_cmd(args):
 
 def text(found):
     "The report as text."
-    can, sheet = found["abilities"], found["datasheet"] or {}
-    memory = f"{found['ram_bytes'] / 2**30:.0f} GiB"
-    if found["gpu_memory_bytes"]:
-        memory += f", GPU {found['gpu_memory_bytes'] / 2**30:.0f} GiB"
-    kernels = {"gpu": "on the GPU", "interpreter": "in the interpreter", None: "not here"}[can["triton"]]
-    rows = [
-        ("device", found["device"] + (f" (of {found['gpus']})" if found["gpus"] > 1 else "")),
-        ("memory", memory),
-        ("system", f"{found['system']}, Python {found['python']}"),
-        ("torch", found["torch"] + (f", CUDA {found['cuda']}" if found["cuda"] else "")),
-        ("triton", f"{found['triton'] or 'not installed'}; kernels run {kernels}"),
-        (
-            "torch.compile",
-            "builds here" if can["compile"] else "can't build here: no C++ compiler or Python headers",
-        ),
-        (
-            "matmul",
-            _rate(found["matmul_flops"], "FLOP/s", sheet.get("bf16_flops")) + f" ({found['matmul_dtype']})",
-        ),
-        ("copy", _rate(found["copy_bytes"], "B/s", sheet.get("bytes")) + " (read + written)"),
-        ("launch cost", f"{found['launch_seconds'] * 1e6:.1f} µs to enqueue one tiny operator"),
-    ]
-    out = [f"{name:<14} {value}" for name, value in rows]
-    if found["lessons"]:
-        out.append("")
-    width = max((len(r["title"]) for r in found["lessons"]), default=0)
+    can, sheet, gpu = found["abilities"], found["datasheet"] or {}, found["gpu_memory_bytes"]
+    where = {"gpu": "on the GPU", "interpreter": "in the interpreter", None: "not here"}[can["triton"]]
+    builds = "builds here" if can["compile"] else "can't build here: no C++ compiler or Python headers"
+    matmul = _rate(found["matmul_flops"], "FLOP/s", sheet.get("bf16_flops"))
+    rows = {
+        "device": found["device"] + f" (of {found['gpus']})" * (found["gpus"] > 1),
+        "memory": f"{found['ram_bytes'] / 2**30:.0f} GiB" + (f", GPU {gpu / 2**30:.0f} GiB" if gpu else ""),
+        "system": f"{found['system']}, Python {found['python']}",
+        "torch": found["torch"] + (f", CUDA {found['cuda']}" if found["cuda"] else ""),
+        "triton": f"{found['triton'] or 'not installed'}; kernels run {where}",
+        "torch.compile": builds,
+        "matmul": f"{matmul} ({found['matmul_dtype']})",
+        "copy": _rate(found["copy_bytes"], "B/s", sheet.get("bytes")) + " (read + written)",
+        "launch cost": f"{found['launch_seconds'] * 1e6:.1f} µs to enqueue one tiny operator",
+    }
+    out = [f"{name:<14} {value}" for name, value in rows.items()]
     for r in found["lessons"]:
-        skipped = f"; {r['skipped']} cells want a GPU and are skipped" if r["skipped"] else ""
-        out.append(f"{r['number']}  {r['title']:<{width}}  {WAYS.get(r['way'], r['way'])}{skipped}")
+        skipped = f"; {r['skipped']} cells need a GPU" if r["skipped"] else ""
+        out.append(f"{r['number']}  {r['title']:<30} {WAYS.get(r['way'], r['way'])}{skipped}")
     return "\n".join(out)
 
 
 def _rate(value, unit, peak):
-    size, prefix = next((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (0, "")) if value >= s)
+    size, prefix = next((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1, "")) if value >= s)
     share = f", {value / peak:.0%} of the datasheet's" if peak else ""
-    return f"{value / (size or 1):.3g} {prefix}{unit}{share}"
+    return f"{value / size:.3g} {prefix}{unit}{share}"

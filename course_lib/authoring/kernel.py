@@ -5,16 +5,18 @@ record` and the test of unsolved lessons. nbval judges worked notebooks in `make
 a learner's: after a time-out or a dead kernel it gives no verdict on the cells that follow.
 """
 
+import contextlib
 import functools
 import os
 import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from course_lib.authoring.notebook import CourseError
 
@@ -25,17 +27,15 @@ try:
     from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
     from nbclient import NotebookClient
     from nbclient.exceptions import DeadKernelError
-
-    from course_lib.authoring.watch import FLOOD, Watch
 except ImportError as e:
     raise CourseError(
-        f"notebooks can't be executed: {e.name} is not installed for {sys.executable}; "
-        f"run `make venv`, or `pip install -e .[dev]` in your environment"
+        f"notebooks can't be executed: {e.name} is not installed for {sys.executable}; run `make venv`, "
+        f"or `pip install -e .[dev]` in your environment"
     ) from None
 
 CODE = str(Path(__file__).resolve().parent.parent.parent)
-INLINE = "module://matplotlib_inline.backend_inline"
-KEEP = 1_000_000  # characters kept of a stream at its head, and at its tail
+FLOOD = 20_000_000  # characters of output at which a cell is stopped
+GRACE = 3  # seconds from an interrupt to a kill
 
 
 @dataclass
@@ -53,22 +53,17 @@ class Ran:
     @property
     def error(self):
         "The failure in one line, or ''."
-        if self.stopped or not self.ename:
-            return self.stopped
         first = (self.evalue.strip().splitlines() or [""])[0][:400]
-        return f"{self.ename}: {first}" if first else self.ename
+        return self.stopped or (f"{self.ename}: {first}" if first else self.ename)
 
     @property
     def stdout(self):
-        streams = [o for o in self.outputs if o["output_type"] == "stream"]
-        return "".join(o["text"] for o in streams if o["name"] == "stdout")
+        return "".join(o["text"] for o in self.outputs if o.get("name") == "stdout")
 
 
 @functools.cache
 def has_cuda():
     "Whether a kernel here finds a CUDA device. Asked in another process: torch is not imported for it."
-    if "torch" in sys.modules:
-        return sys.modules["torch"].cuda.is_available()
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
@@ -81,170 +76,144 @@ class _ThisEnvironment(KernelSpecManager):
 
 
 class _Client(NotebookClient):
-    "nbclient with this environment's kernel and with bounded output."
+    "nbclient with bounded output."
 
-    def create_kernel_manager(self):
-        self.km = AsyncKernelManager(
-            kernel_name="python3",
-            kernel_spec_manager=_ThisEnvironment(),
-            connection_file=os.path.join(self.resources["connection"], "kernel.json"),
-        )
-        return self.km
+    printed = 0
 
     def output(self, outs, msg, display_id, cell_index):
         content = msg["content"]
-        data = content.get("data", {})
-        self.printed += len(content.get("text", "")) + sum(len(str(v)) for v in data.values())
-        if self.printed > FLOOD and msg["msg_type"] != "error":
-            return None
-        out = super().output(outs, msg, display_id, cell_index)
-        if out is not None and out["output_type"] == "stream":
-            before = outs[-2] if len(outs) > 1 else {}
-            if before.get("output_type") == "stream" and before["name"] == out["name"]:
-                before["text"] += outs.pop()["text"]
-                out = before
-            if len(out["text"]) > 2 * KEEP:
-                out["text"] = f"{out['text'][:KEEP]}\n[…]\n{out['text'][-KEEP:]}"
-        return out
+        texts = [content.get("text", ""), *content.get("data", {}).values()]
+        self.printed += sum(len(str(t)) for t in texts)
+        if self.printed <= FLOOD or msg["msg_type"] == "error":
+            return super().output(outs, msg, display_id, cell_index)
+        return None
 
 
 class Session:
     """A fresh kernel in folder `cwd`, in a `with` block: `execute` takes its `cells` by their number.
 
-    `cells` are dicts as in a notebook. `timeout` is in seconds for each cell, `memory` in bytes for the
-    kernel and its children; None means no limit. `env` adds environment variables. Raises CourseError when
-    no kernel starts.
+    `cells` are code cells as dicts. `timeout` is in seconds for each cell, `memory` in bytes for the kernel
+    and its children; None means no limit. `env` adds environment variables. Raises CourseError when no
+    kernel starts.
     """
 
     def __init__(self, cells, cwd, timeout=None, memory=None, env=None):
-        self.cells = nbformat.from_dict(
-            [{"outputs": [], "execution_count": None, **c} if c["cell_type"] == "code" else c for c in cells]
-        )
+        cells = [{**c, "outputs": [], "execution_count": None} for c in cells]
+        self.nb = nbformat.from_dict({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
         self.cwd, self.timeout, self.memory = str(cwd), timeout, memory
         # The kernel's folder is not the repository: a project that is not installed is found by its path.
         path = os.pathsep.join([CODE, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.env = {**os.environ, "MPLBACKEND": INLINE, "PYTHONPATH": path, **(env or {})}
-        self._reply = {}
+        inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+        self.env = {**os.environ, **inline, "PYTHONPATH": path, **(env or {})}
 
     def __enter__(self):
-        self._folder = tempfile.TemporaryDirectory(prefix="course-kernel-", ignore_cleanup_errors=True)
-        self._client = _Client(
-            nbformat.from_dict({"cells": self.cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}),
-            resources={"connection": self._folder.name},
-            timeout=None,  # the watch keeps the time: it can also kill
-            allow_errors=True,
-            coalesce_streams=False,  # its regular expressions take minutes on a line of a megabyte
-            record_timing=False,
-            iopub_timeout=30,
-            shutdown_kernel="immediate",
-            on_cell_executed=self._keep_reply,
+        # Merging streams is ours: nbclient's regular expressions take minutes on a line of a megabyte.
+        options = {"coalesce_streams": False, "record_timing": False, "shutdown_kernel": "immediate"}
+        options |= {"timeout": None, "iopub_timeout": 30, "allow_errors": True}
+        options |= {
+            "on_cell_executed": lambda cell, cell_index, execute_reply: self._reply.update(execute_reply)
+        }
+        self._client = client = _Client(self.nb, **options)
+        client.km = AsyncKernelManager(
+            kernel_spec_manager=_ThisEnvironment(), connection_file=os.path.join(self.cwd, ".kernel.json")
         )
-        self._client.printed = 0
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._context = self._client.setup_kernel(cwd=self.cwd, env=self.env, **silent)
+        self._context = client.setup_kernel(cwd=self.cwd, env=self.env, **silent)
         try:
             self._context.__enter__()
-            _wake_often(self._client.kc.shell_channel)
         except Exception as e:
-            self._folder.cleanup()
             raise CourseError(
                 f"no kernel starts with {sys.executable} ({type(e).__name__}: {str(e).splitlines()[0]}); "
                 f"`{Path(sys.executable).name} -m ipykernel --version` says whether ipykernel is whole"
             ) from None
-        pid = self._client.km.provisioner.pid
-        self._watch = Watch(pid, self.timeout, self.memory, lambda: self._client.printed)
+        self._process = psutil.Process(client.km.provisioner.pid)
+        channel = client.kc.shell_channel
+        channel.get_msg = functools.partial(self._watched, channel.get_msg)
         return self
 
     def __exit__(self, *exc):
-        self._watch.close()
-        try:
-            self._context.__exit__(None, None, None)
-        finally:
-            self._folder.cleanup()
+        self._kill()  # the kernel's own shutdown leaves the processes that it started
+        self._context.__exit__(None, None, None)
 
     def execute(self, index):
         "Execute a cell; returns a `Ran`."
-        cell = self._client.nb.cells[index]
-        self._client.printed, self._reply = 0, {}
-        began, alive = time.monotonic(), True
-        with self._watch.cell():
-            try:
-                self._client.execute_cell(cell, index)
-            except DeadKernelError:
-                alive = False
-        outputs = _merge_streams(cell.get("outputs", []))
-        ran = Ran(outputs, cell.get("execution_count"), seconds=time.monotonic() - began)
-        # A kill may come after the cell has ended, while its output is still being read.
-        ran.stopped, ran.alive = self._watch.stopped, alive and not self._watch.killed
-        # An unknown magic sends no error output, only an error in its reply.
-        if self._reply.get("status") == "error":
-            ran.ename, ran.evalue = self._reply.get("ename", "Error"), self._reply.get("evalue", "")
+        client, cell, alive = self._client, self.nb.cells[index], True
+        client.printed, self._reply, self._stopped, self._killed_at = 0, {}, "", None
+        self._began = time.monotonic()
+        try:
+            client.execute_cell(cell, index)
+        except DeadKernelError:
+            alive = False
+        ran = Ran(_merged(cell["outputs"]), cell.get("execution_count"), alive=alive, stopped=self._stopped)
+        ran.seconds = time.monotonic() - self._began
+        reply = self._reply.get("content", {})
+        if reply.get("status") == "error":  # an unknown magic says so here alone, and sends no error output
+            ran.ename, ran.evalue = reply.get("ename", "Error"), reply.get("evalue", "")
         if not alive and not ran.stopped:
-            ran.stopped = f"the kernel died{self._cause()}"
-        if any(p.get("source") == "ask_exit" for p in self._reply.get("payload", [])):
-            ran.stopped, ran.alive = "exit() or quit() ended the kernel", False
+            code = client.km.provisioner.process.poll() or 0
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+            ran.stopped = f"the kernel died {how}"
+        if any(p.get("source") == "ask_exit" for p in reply.get("payload", [])):
+            ran.stopped, ran.alive = "exit() or quit() ended the kernel; remove it", False
         return ran
 
-    def ask(self, code):
-        "What `code` prints, executed aside: it gets no number in the history, and no limit."
-        cell = nbformat.from_dict({"cell_type": "code", "source": code, "metadata": {}, "outputs": []})
-        cells = self._client.nb.cells
-        cells.append(cell)
-        try:
-            self._client.execute_cell(cell, len(cells) - 1, store_history=False)
-        finally:
-            cells.pop()
-        return Ran(_merge_streams(cell["outputs"])).stdout
+    async def _watched(self, get_msg, timeout=None, **kwargs):
+        """Wait for a message in slices of a tenth of a second, and look at the limits in between.
 
-    def _keep_reply(self, cell, cell_index, execute_reply):
-        self._reply = execute_reply["content"]
-
-    def _cause(self):
-        process = getattr(self._client.km.provisioner, "process", None)
-        code = process.poll() if process else None
-        if not code:
-            return ""
-        if code > 0:
-            return f" with exit status {code}"
-        try:
-            return f" by {signal.Signals(-code).name}"
-        except ValueError:
-            return f" by signal {-code}"
-
-
-def _merge_streams(outputs):
-    "One stdout and one stderr, each where its first was; what a carriage return overwrote is gone."
-    merged, streams = [], {}
-    for out in outputs:
-        if out["output_type"] != "stream":
-            merged.append(out)
-        elif out["name"] in streams:
-            streams[out["name"]]["text"] += out["text"]
-        else:
-            streams[out["name"]] = out
-            merged.append(out)
-    for out in streams.values():
-        lines = [line.removesuffix("\r").rsplit("\r", 1)[-1] for line in out["text"].split("\n")]
-        out["text"] = "\n".join(lines)
-    return merged
-
-
-def _wake_often(channel):
-    """Let a channel look for messages every second while it waits for one.
-
-    nbclient answers a widget's messages on the socket it waits on. A reply that comes in just then wakes
-    nobody, for zmq tells of it once: without this, a cell that shows a widget can wait for ever.
-    """
-    get_msg = channel.get_msg
-
-    async def in_slices(timeout=None, **kwargs):
-        end = None if timeout is None else time.monotonic() + timeout
+        nbclient answers a widget's messages on the socket it waits on. A reply that comes in just then wakes
+        nobody, for zmq tells of it once: without slices, a cell that shows a widget can wait for ever.
+        """
+        end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            left = 1 if end is None else max(0, min(1, end - time.monotonic()))
             try:
-                return await get_msg(timeout=left, **kwargs)
+                return await get_msg(timeout=max(0, min(0.1, end - time.monotonic())), **kwargs)
             except queue.Empty:
-                if end is not None and time.monotonic() >= end:
+                if time.monotonic() >= end:
                     raise
+            now = time.monotonic()
+            if self._killed_at is None and (why := self._over_limit(now - self._began)):
+                # What eats memory may not react in time.
+                grace = 0 if "memory" in why else GRACE
+                self._stopped, self._killed_at = f"{why} and was stopped", now + grace
+                await self._client.km.interrupt_kernel()
+            elif self._killed_at is not None and now > self._killed_at:
+                self._kill()
 
-    channel.get_msg = in_slices
+    def _over_limit(self, seconds):
+        if self.timeout and seconds > self.timeout:
+            return f"time limit: it ran longer than {self.timeout:g} s (an endless loop?)"
+        if self.memory and sum(self._each(_memory)) > self.memory:
+            return (
+                f"it used more than {self.memory / 1e9:.3g} GB of memory (does something grow without end?)"
+            )
+        if self._client.printed > FLOOD:
+            return f"it printed more than {FLOOD // 1_000_000} MB (a print in a loop?)"
+        return ""
+
+    def _each(self, act):
+        "`act` on the kernel's children and the kernel; those that have just ended are left out."
+        with contextlib.suppress(psutil.Error):
+            for p in [*self._process.children(recursive=True), self._process]:
+                with contextlib.suppress(psutil.Error):
+                    yield act(p)
+
+    def _kill(self):
+        list(self._each(psutil.Process.kill))
+
+
+def _memory(process):
+    found = process.memory_full_info()
+    return getattr(found, "pss", found.rss)  # a fair share of what processes share
+
+
+def _merged(outputs):
+    "One stdout and one stderr, each where its first was; what a carriage return overwrote is gone."
+    merged, texts = {}, {}
+    for i, out in enumerate(outputs):
+        name = out["name"] if out["output_type"] == "stream" else i
+        merged.setdefault(name, out)
+        texts.setdefault(name, []).append(out.get("text", ""))
+    for name in {"stdout", "stderr"} & set(merged):
+        lines = "".join(texts[name]).split("\n")
+        merged[name]["text"] = "\n".join(line.removesuffix("\r").rsplit("\r", 1)[-1] for line in lines)
+    return list(merged.values())

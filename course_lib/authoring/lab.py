@@ -16,71 +16,67 @@ from course_lib.authoring.notebook import CourseError
 SETTINGS = Path(__file__).parent / "jupyter"
 
 
-def copy_missing(work):
-    """Copy to folder `work` the lessons that it lacks. Returns the names of the new files.
+def copy_of(path, work):
+    """The learner's copy of the lesson at `path`: in folder `work`, under this or an older number.
 
-    A file that is there is never written to, whatever it holds.
+    Where there is none, the path of a new one.
     """
+    same = sorted(work.glob(f"[0-9][0-9]{path.stem[2:]}.ipynb"))
+    return same[-1] if same and not os.path.lexists(work / path.name) else work / path.name
+
+
+def copy_missing(work, path):
+    "Copy to folder `work` the lesson at `path` and all others that it lacks; no file there is written to."
     work.mkdir(parents=True, exist_ok=True)
-    missing = [path for path in notebook.lessons().values() if not os.path.lexists(work / path.name)]
-    for path in missing:
-        notebook.save(notebook.load(path), work / path.name)
-    return [path.name for path in missing]
+    for lesson in {path, *(p for p, _ in catalogue.published().values())}:
+        if not os.path.lexists(copy_of(lesson, work)):
+            notebook.save(notebook.load(lesson), work / lesson.name)
 
 
-def warnings(work):
-    "One line for each copy in `work` that is damaged, or made from another version of its lesson."
-    lines = []
-    for number, path in notebook.lessons().items():
-        try:
-            mine = notebook.load(work / path.name)["metadata"].get("course")
-        except CourseError as e:
-            lines.append(str(e))
-            continue
-        theirs = notebook.load(path)["metadata"].get("course", {})
-        if not isinstance(mine, dict) or mine.get("version") != theirs.get("version"):
-            lines.append(
-                f"{path.stem} is from another version of the lesson, and still works; "
-                f"`course reset {number}` gives the new one and keeps yours"
-            )
-    return lines
+def warning(work, path):
+    "A line where the copy in `work` of the lesson at `path` is damaged or from another version, or ''."
+    topic = path.stem[3:]
+    try:
+        mine = notebook.load(copy_of(path, work))["metadata"].get("course")
+    except CourseError as e:
+        return str(e)
+    if isinstance(mine, dict) and mine.get("version") == notebook.load(path)["metadata"]["course"]["version"]:
+        return ""
+    return f"{topic} is from another version; `course reset {topic}` gives today's and keeps yours"
 
 
 def lab_cmd(args):
     "Make the copies, then become JupyterLab on the asked lesson, or the first with unsolved exercises."
-    known = notebook.lessons()
-    if not known:
+    rows = catalogue.lessons(args.work)
+    if not rows and not args.lesson:
         raise CourseError("there are no lessons yet: `course build` makes them from nbs/")
-    number = notebook.resolve(args.lesson) if args.lesson else _next(args.work)
-    work = args.work.absolute()
-    copy_missing(work)
-    for line in warnings(work):
+    first = args.lesson or catalogue.first_unsolved(rows) or rows[0]["number"]
+    number = notebook.resolve(first)
+    path, work = notebook.lessons()[number], args.work.absolute()
+    copy_missing(work, path)
+    if line := warning(work, path):
         print(line, file=sys.stderr)
     _require_jupyterlab()
-    _require_free(args.port)
+    with socket.socket() as s:
+        if not 0 < args.port < 65536 or s.connect_ex(("127.0.0.1", args.port)) == 0:
+            raise CourseError(
+                f"port {args.port} can't be used: end the JupyterLab that may hold it, or try another --port"
+            )
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
-    page = f"/lab/tree/{known[number].name}"
-    browser = not (args.no_browser or os.environ.get("NO_BROWSER", "") not in ("", "0"))
+    page = f"/lab/tree/{copy_of(path, work).name}"
     print(f"JupyterLab on lesson {number}: http://localhost:{args.port}{page}?token={token}")
     print("It is there in a few seconds. Ctrl-C twice ends it.", flush=True)
     os.environ["JUPYTER_TOKEN"] = token  # not in the arguments, which other users can see
-    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(
-        [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
-    )
-    os.execv(
-        sys.executable,
-        [sys.executable, "-m", "jupyterlab"]
-        + [f"--ServerApp.root_dir={work}", f"--LabApp.default_url={page}", f"--ServerApp.port={args.port}"]
-        + ["--ServerApp.port_retries=0", "--log-level=WARN", "--LabApp.log_level=WARN"]
-        + ([] if browser else ["--no-browser"])
-        # Containers and rented GPU hosts run as root, which Jupyter refuses unasked.
-        + (["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
-    )
-
-
-def _next(work):
-    rows = catalogue.lessons(work)
-    return catalogue.first_unsolved(rows) or rows[0]["number"]
+    settings = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(settings)
+    words = [sys.executable, "-m", "jupyterlab", "--log-level=WARN", "--LabApp.log_level=WARN"]
+    words += [f"--ServerApp.root_dir={work}", f"--LabApp.default_url={page}"]
+    words += [f"--ServerApp.port={args.port}", "--ServerApp.port_retries=0"]
+    if args.no_browser or os.environ.get("NO_BROWSER", "") not in ("", "0"):
+        words += ["--no-browser"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # as in containers, which Jupyter refuses unasked
+        words += ["--allow-root"]
+    os.execv(sys.executable, words)
 
 
 def _require_jupyterlab():
@@ -89,51 +85,36 @@ def _require_jupyterlab():
         raise CourseError(
             f"JupyterLab is not installed for {sys.executable}: `pip install -e .[dev]`, or `make lab`"
         )
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+    from jupyter_client.kernelspec import KernelSpecManager
 
-    cure = f"`{sys.executable} -m ipykernel install --sys-prefix` mends it"
-    try:
-        program = KernelSpecManager().get_kernel_spec("python3").argv[0]
-    except (NoSuchKernel, OSError, ValueError, IndexError):
-        raise CourseError(f"the kernel python3, which the lessons name, is missing: {cure}") from None
-    # A bare `python` is replaced by Jupyter with the Python that it runs on. Folders are compared unresolved:
-    # an environment's python is a link to one that lacks its packages.
-    if os.sep in program and Path(program).absolute().parent != Path(sys.executable).absolute().parent:
-        raise CourseError(f"the kernel python3 runs {program}, not {sys.executable}: {cure}")
-
-
-def _require_free(port):
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError as e:
-            raise CourseError(
-                f"port {port} can't be used ({e.strerror}): another JupyterLab may hold it; "
-                f"end that one, or try `course lab --port {port + 1 if port < 65535 else 8888}`"
-            ) from None
+    # Jupyter has this Python's kernel where none is installed, and replaces a bare `python` with this one.
+    # Folders are compared unresolved: an environment's python is a link to one that lacks its packages.
+    program = Path(KernelSpecManager().get_kernel_spec("python3").argv[0])
+    if program.is_absolute() and program.parent != Path(sys.executable).absolute().parent:
+        raise CourseError(
+            f"the kernel python3, which the lessons name, runs {program} and not {sys.executable}: "
+            f"`{sys.executable} -m ipykernel install --sys-prefix` fixes it"
+        )
 
 
 def reset_cmd(args):
     "A fresh copy of a lesson; the old one, whatever its state, is kept under its name and today's date."
-    number = notebook.resolve(args.lesson)
-    path = notebook.lessons()[number]
-    fresh = notebook.load(path)
+    path = notebook.lessons()[notebook.resolve(args.lesson)]
+    fresh, old, target = notebook.load(path), copy_of(path, args.work), args.work / path.name
     args.work.mkdir(parents=True, exist_ok=True)
-    target, kept = args.work / path.name, None
-    if os.path.lexists(target):
-        kept = _free_name(target)
-        target.rename(kept)
+    kept = _free_name(old) if os.path.lexists(old) else None
+    if kept:
+        old.rename(kept)
     try:
         notebook.save(fresh, target)
     except BaseException:
         if kept:
-            kept.rename(target)
+            kept.rename(old)
         raise
     print(f"{target} is fresh" + (f"; yours is kept as {kept.name}" if kept else ""))
 
 
-def _free_name(target):
-    stem = f"{target.stem}.{datetime.date.today().isoformat()}"
-    names = (f"{stem}{f'.{n}' if n > 1 else ''}{target.suffix}" for n in itertools.count(1))
-    return next(target.with_name(n) for n in names if not os.path.lexists(target.with_name(n)))
+def _free_name(path):
+    stem = f"{path.stem}.{datetime.date.today().isoformat()}"
+    names = (path.with_name(f"{stem}{f'.{n}' if n > 1 else ''}{path.suffix}") for n in itertools.count(1))
+    return next(p for p in names if not os.path.lexists(p))

@@ -1,13 +1,12 @@
-"""Notebooks as plain JSON: find lessons, read and write them, hash them, list their exercises.
-
-No nbformat here, so that `course list` answers at once.
-"""
+"Notebooks as plain JSON, without nbformat, so that `course list` answers at once."
 
 import hashlib
 import json
 import os
-import tempfile
+import re
 from pathlib import Path
+
+from course_lib import files
 
 # COURSE_ROOT names another checkout; tests point it at a small course of their own.
 ROOT = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent.parent)
@@ -22,30 +21,19 @@ def load(path):
     "The notebook at `path` as a dict. Raises CourseError where it can't be read as a notebook."
     try:
         nb = json.loads(Path(path).read_text(encoding="utf-8"))
-        cells = nb["cells"]
-        if not (
-            isinstance(cells, list)
-            and all(isinstance(c["cell_type"], str) and _is_text(c["source"]) for c in cells)
-        ):
-            raise ValueError
-        for part in (nb, *cells):  # hand-edited files may lack it, and readers rely on it
+        for part in (nb, *nb["cells"]):  # hand-edited files may lack it, and readers rely on it
             if not isinstance(part.get("metadata"), dict):
                 part["metadata"] = {}
+        if not all(isinstance(c["cell_type"], str) and isinstance(source(c), str) for c in nb["cells"]):
+            raise ValueError
     except OSError as e:
         raise CourseError(f"{path} can't be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        cure = f"`course reset {Path(path).stem[3:]}` gives a fresh copy and keeps this one aside"
         if Path(path).parent in (NBS, LESSONS):
             cure = "take it from git again"
-        else:
-            cure = f"`course reset {Path(path).name[:2]}` gives a fresh copy and keeps this one aside"
         raise CourseError(f"{path} is not a notebook (damaged JSON, or no cells): {cure}") from None
     return nb
-
-
-def _is_text(source):
-    return isinstance(source, str) or (
-        isinstance(source, list) and all(isinstance(line, str) for line in source)
-    )
 
 
 def dump(nb):
@@ -54,34 +42,35 @@ def dump(nb):
 
 
 def save(nb, path):
-    "Write a notebook so that a reader sees the old one or the new one whole."
+    "Write a notebook, as `write` does."
     write(dump(nb), path)
 
 
-def write(text, path):
-    """Write a text file so that a reader, or a full disk, leaves the old one or the new one whole.
+def write(data, path):
+    """Write a file, text or bytes, so that a reader, or a full disk, leaves the old one or the new one whole.
 
     Raises CourseError where the folder is read-only or the disk is full.
     """
-    path, tmp = Path(path), None
     try:
-        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(fd, "w", encoding="utf-8", newline="\n") as f:
-            f.write(text)
-        os.chmod(tmp, 0o644)
-        os.replace(tmp, path)
-    except BaseException as e:
-        if tmp is not None:
-            Path(tmp).unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
-        raise
+        with files.replacing(path) as tmp:
+            tmp.write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as e:
+        raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
 
 
 def source(cell):
     "A cell's source as one string."
-    s = cell["source"]
-    return s if isinstance(s, str) else "".join(s)
+    return "".join(cell["source"])
+
+
+def python(cell):
+    "A cell's Python: its source without the lines of magics, `%%gpu …` among them."
+    return re.sub(r"^[%!].*\n?", "", source(cell), flags=re.MULTILINE)
+
+
+def needs_gpu(cell):
+    "Whether a cell begins with `%%gpu`."
+    return cell["cell_type"] == "code" and re.match(r"%%gpu\b", source(cell)) is not None
 
 
 def tags(cell):
@@ -90,25 +79,28 @@ def tags(cell):
     return {t for t in found if isinstance(t, str)} if isinstance(found, list) else set()
 
 
-def _digest(rows):
-    return hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode()).hexdigest()[:16]
+def digest(data):
+    "A short hash of JSON data."
+    return hashlib.sha256(json.dumps(data, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def lesson_hash(nb):
     "The version of a lesson: its cells' ids, types, tags, exercises and sources."
-    return _digest(
-        [
-            [c.get("id"), c["cell_type"], sorted(tags(c)), c["metadata"].get("exercise"), source(c)]
-            for c in nb["cells"]
-        ]
+    rows = [(c, c["metadata"].get("exercise")) for c in nb["cells"]]
+    return digest(
+        [[c.get("id"), c["cell_type"], sorted(tags(c)), exercise, source(c)] for c, exercise in rows]
     )
 
 
-def code_hash(nb):
-    "What recorded outputs depend on: the code cells' ids, tags and sources, in order."
-    return _digest(
-        [[c.get("id"), sorted(tags(c)), source(c)] for c in nb["cells"] if c["cell_type"] == "code"]
-    )
+def stamp(nb):
+    "What `course record` noted: `gpu torch date commit …`, `figures` and `cells`; empty where it never ran."
+    found = nb["metadata"].get("recorded")
+    return found if isinstance(found, dict) else {}
+
+
+def is_draft(nb):
+    "Whether a worked notebook has no recording from a GPU: it is in no list then, and has no figures."
+    return "gpu" not in stamp(nb)
 
 
 def exercises(nb):
@@ -117,7 +109,7 @@ def exercises(nb):
 
 
 def progress(work):
-    """What the learner has passed, from `work`/.progress.json: {"05.1": {"passed": date, "version": hash}}.
+    """What the learner has passed, from `work`/.progress.json: {"toy.1": {"passed": date, "version": hash}}.
 
     Absent or damaged, it is empty: progress is a comfort, and never a reason to stop.
     """
@@ -128,20 +120,19 @@ def progress(work):
     return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
 
 
-def lessons():
-    "The lessons that exist, by number: {'05': path in lessons/}."
-    return {p.name[:2]: p for p in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))}
+def lessons(folder=None):
+    "The lessons in a folder, lessons/ unless another is given, by number: {'06': path}."
+    return {p.name[:2]: p for p in sorted((folder or LESSONS).glob("[0-9][0-9]_*.ipynb"))}
 
 
-def resolve(word):
-    """The number of the lesson that `word` means: "5", "05", "roofline", "05_roofline", or a path to it.
+def resolve(word, folder=None):
+    """The number of the lesson that `word` means: "6", "06", "roofline", "06_roofline", or a path to it.
 
     Raises CourseError that lists the lessons.
     """
-    known = lessons()
-    stem = Path(str(word)).stem
+    known, stem = lessons(folder), Path(str(word)).stem
     for number, path in known.items():
-        if stem in (number, number.lstrip("0"), path.stem, path.stem[3:]):
+        if stem in (number, number.lstrip("0"), path.stem[3:]) or stem[2:] == path.stem[2:]:
             return number
     listed = ", ".join(f"{p.stem[:2]} {p.stem[3:]}" for p in known.values()) or "none yet"
     raise CourseError(f"there is no lesson {word!r}; the lessons are: {listed}")

@@ -1,25 +1,27 @@
-"""Numbers in a lesson's text that come from somewhere: `4.27<!--05.copy_tbps--> TB/s`.
+"""Numbers in a lesson's text that come from somewhere: `4.27<!--roofline.copy_tbps--> TB/s`.
 
 A number from a recording carries its figure's name, one from a source `<!--cited-->`, one that is a
 definition or an instruction `<!--given-->`.
 """
 
+import ast
 import re
 from decimal import Decimal
 
-from course_lib.authoring import notebook
+from course_lib.authoring import notebook, stamps
 
 NUMBER = r"[-−]?\d[\d,]*(?:\.\d+)?"
-TAGGED = re.compile(rf"({NUMBER})<!--\s*(\d\d\.[\w.]+)\s*-->")
-TAG = re.compile(r"<!--\s*(\d\d\.[\w.]+)\s*-->")
-UNIT = r"[TGP]?FLOP/s|[TGM]B/s|ms|[µμun]s|s|×|x|%"
-GAP = r"(?:[\s\u00a0\u202f]|&nbsp;)*"
-BARE = re.compile(rf"(?<![\w.,<])({NUMBER})({GAP})({UNIT})(?![\w/])")
+NAME = r"<!--\s*([a-z]\w*\.[\w.]+)\s*-->"
+GAP = r"(?:\s|&nbsp;)*"
+UNIT = r"[TGP]?FLOP/s|[TGM]B/s|[mnµμu]s|s|%|×|x"
 UNIT_AFTER = re.compile(rf"{GAP}({UNIT})(?![\w/])")
-PRODUCT = re.compile(r"\s*(?:\d|\(|[b-zB-Z]\b)")
-CODE = re.compile(r"```.*?```|~~~.*?~~~|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
-MATH = re.compile(r"\$\$.*?\$\$|\$[^$\n]+\$", re.DOTALL)
-HTML = re.compile(r"<(?!!--)[^<>]*>")
+# Not 8192 × 8192 and 2 × n, not 3 x 3, not the 1990s.
+BARE = re.compile(
+    rf"(?<![\w.,<]){NUMBER}{GAP}(?:(?!s\b|x\b|×)(?:{UNIT})|(?<!\d)s|(?<=\d)x|×(?!\s*(?:\d|\(|\w\b)))(?![\w/])"
+)
+NO_PROSE = re.compile(
+    r"```.*?```|(`+)(?!`).*?(?<!`)\1(?!`)|\$\$.*?\$\$|\$[^$\n]+\$|<(?!!--)[^<>]*>", re.DOTALL
+)
 
 
 def like(printed, value):
@@ -42,16 +44,17 @@ def renewed(text, figures):
     def new(m):
         return m[0].replace(m[1], like(m[1], figures[m[2]]["value"]), 1) if m[2] in figures else m[0]
 
-    # Twice: 60 becomes 150 at two digits, and 150 says three.
-    return TAGGED.sub(new, TAGGED.sub(new, text))
+    for _ in range(2):  # 60 becomes 150 at two digits, and 150 says three
+        text = re.sub(f"({NUMBER}){NAME}", new, text)
+    return text
 
 
 def tag_problems(text, figures):
     "What is wrong with the tagged numbers of a text, as sentences."
     found = []
-    for m in TAG.finditer(text):
-        number = re.search(rf"{NUMBER}\Z", text[: m.start()])
-        figure = figures.get(m[1])
+    for m in re.finditer(NAME, text):
+        number, figure = re.search(rf"{NUMBER}\Z", text[: m.start()]), figures.get(m[1])
+        unit = UNIT_AFTER.match(text, m.end())
         if number is None:
             found.append(f"the tag {m[1]} must follow its number at once: `4.27<!--{m[1]}--> unit`")
         elif figure is None:
@@ -60,62 +63,42 @@ def tag_problems(text, figures):
             found.append(
                 f"{number[0]} is tagged {m[1]}, which is recorded as {now}: `course record` renews it"
             )
-        elif (unit := UNIT_AFTER.match(text, m.end())) and _differ(unit[1], figure["unit"]):
+        elif unit and re.fullmatch(UNIT, figure["unit"]) and _same(unit[1]) != _same(figure["unit"]):
             found.append(f"{number[0]} {unit[1]} is tagged {m[1]}, which is recorded in {figure['unit']}")
     return found
 
 
-def _differ(printed, recorded):
-    def same(u):
-        return u.replace("μ", "µ").replace("us", "µs").replace("x", "×")
-
-    return re.fullmatch(UNIT, recorded) is not None and same(printed) != same(recorded)
+def _same(unit):
+    return {"us": "µs", "μs": "µs", "x": "×"}.get(unit, unit)
 
 
 def untagged(text):
     "The numbers with a unit in a text that carry no tag; code spans and formulas don't count."
-    for pattern in (CODE, MATH, HTML):
-        text = pattern.sub(" ", text)
-    found = []
-    for m in BARE.finditer(text):
-        number, gap, unit = m.groups()
-        product = unit in "×x" and PRODUCT.match(text, m.end())
-        decade = unit == "s" and not gap and len(number) == 4
-        if not (product or decade or (unit == "x" and gap)):
-            found.append(number + gap + unit)
-    return found
-
-
-def prose(nb):
-    "The markdown cells as (id, text), without the section headed Sources."
-    level = 0  # of the heading Sources, while in its section
-    for cell in nb["cells"]:
-        if cell["cell_type"] != "markdown":
-            continue
-        kept, fenced = [], False
-        for line in notebook.source(cell).splitlines():
-            fenced ^= line.lstrip().startswith(("```", "~~~"))
-            heading = None if fenced else re.match(r"(#+)\s+(.*)", line)
-            if heading and (not level or len(heading[1]) <= level):
-                level = len(heading[1]) if heading[2].strip().lower().startswith("sources") else 0
-            kept += [] if level else [line]
-        yield cell["id"], "\n".join(kept)
+    return [m[0] for m in BARE.finditer(NO_PROSE.sub(" ", text))]
 
 
 def problems(nb, figures):
     "What is wrong with the numbers in a notebook's text, as sentences that name the cell."
     found = []
-    for name, text in prose(nb):
-        found += [f"cell `{name}`: {p}" for p in tag_problems(text, figures)]
-        found += [
-            f"cell `{name}`: {n!r} needs a figure's name, `<!--cited-->` or `<!--given-->` after the number"
-            for n in untagged(text)
-        ]
+    for cell in nb["cells"]:
+        if cell["cell_type"] == "markdown":
+            text = re.split(r"^#+ Sources\b", notebook.source(cell), flags=re.MULTILINE)[0]
+            wrong = tag_problems(text, figures)
+            wrong += [f"{n!r} needs a figure's name, `<!--cited-->` or `<!--given-->` after the number"
+                      for n in untagged(text)]  # fmt: skip
+            found += [f"cell `{cell['id']}`: {w}" for w in wrong]
     return found
 
 
 def noted(nb):
-    "A pattern for each figure that the code may note: names, and f-strings with a gap for each value."
-    code = "\n".join(notebook.source(c) for c in nb["cells"] if c["cell_type"] == "code")
-    names = re.findall(r"""["'](\d\d\.[\w.{}\[\]()'"]*?[\w}])["']""", code)
-    return [re.compile(re.sub(r"\\\{.*?\\\}", r"[\\w.]+", re.escape(n))) for n in names]
+    "The figures that the code may note, as patterns: `toy.rate`, and `toy.rate.*` of an f-string."
+    trees = [tree for _, tree, *_ in stamps.flow(nb) if tree]
+    nodes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant | ast.JoinedStr)]
+    pieces = {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in n.values}
+    whole = [getattr(n, "values", [n]) for n in nodes if id(n) not in pieces]
+    names = {
+        "".join(str(getattr(v, "value", "")) if isinstance(v, ast.Constant) else "*" for v in w)
+        for w in whole
+    }
+    slug = nb["metadata"]["course"]["slug"]
+    return sorted(n for n in names if re.fullmatch(rf"{slug}\.(?!\d+$)[\w.*]+", n))

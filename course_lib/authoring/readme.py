@@ -1,4 +1,4 @@
-"README's derived parts: the map of lessons and the table of recorded figures, between their comments."
+"README's derived parts, between their comments: the map of lessons and the table of recorded figures."
 
 import re
 
@@ -8,57 +8,42 @@ from course_lib.authoring.notebook import CourseError
 
 
 def refreshed(lessons):
-    "README.md's text with its derived parts made anew from the lessons (notebooks) and the recorded figures."
+    "README.md's text with its derived parts made anew: from `lessons` ({stem: worked notebook}) and figures."
     path = notebook.ROOT / "README.md"
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as e:
         raise CourseError(f"{path.name} can't be read: {e.strerror}") from None
-    text = _replaced(text, "lessons", lesson_map(lessons))
-    return _replaced(text, "figures", figure_table(recorded.figures()))
-
-
-def _replaced(text, name, body):
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise CourseError(f"README.md must hold one part between `{begin}` and `{end}`")
-    head, rest = text.split(begin)
-    tail = rest.split(end)[1]
-    return f"{head}{begin}\n\n{body}\n{end}{tail}"
+    for name, body in (("lessons", lesson_map(lessons)), ("figures", figure_table(recorded.figures()))):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        parts = re.split(f"{begin}|{end}", text)
+        if len(parts) != 3 or text.index(begin) > text.index(end):
+            raise CourseError(f"README.md must hold one part between `{begin}` and `{end}`")
+        text = f"{parts[0]}{begin}\n\n{body}\n{end}{parts[2]}"
+    return text
 
 
 def lesson_map(lessons):
     "A table for each part: number, title (a link), minutes, what it needs, number of exercises."
-    out, part = [], None
-    for nb in lessons:
+    parts = {}
+    for stem, nb in lessons.items():
         c = nb["metadata"]["course"]
-        if c["part"] != part:
-            part = c["part"]
-            out += [
-                "",
-                f"**{part}**",
-                "",
-                "| | lesson | minutes | needs | exercises |",
-                "| --- | --- | --: | --- | --: |",
-            ]
-        title = f"[{_cell(c['title'])}](lessons/{c['number']}_{c['slug']}.ipynb)"
-        count = len(notebook.exercises(nb))
-        out.append(f"| {c['number']} | {title} | {c['minutes']} | {_cell(c['needs'])} | {count} |")
-    return "\n".join([*out[1:], ""]) if out else "None yet.\n"
+        title, count = f"[{c['title']}](lessons/{stem}.ipynb)", len(notebook.exercises(nb))
+        parts.setdefault(c["part"], []).append((stem[:2], title, c["minutes"], c["needs"], count))
+    head = ("", "lesson", "minutes", "needs", "exercises")
+    return "\n".join(f"**{part}**\n\n{_table(head, rows)}" for part, rows in parts.items()) or "None yet.\n"
 
 
 def figure_table(figures):
-    "The recorded figures: lesson, figure, value, unit, bar, machine, date."
-    if not figures:
-        return "None recorded yet.\n"
-    out = [
-        "| lesson | figure | value | unit | bar | machine | date |",
-        "| --- | --- | --: | --- | --- | --- | --- |",
+    "The recorded figures: name, value, unit, bar, machine, date."
+    rows = [
+        (f"`{f['name']}`", recorded.shown(f), f["unit"], bar(f), f["machine"], f["date"]) for f in figures
     ]
-    for f in figures:
-        row = (f["lesson"], f"`{f['name']}`", recorded.shown(f), f["unit"], bar(f), f["machine"], f["date"])
-        out.append("| " + " | ".join(_cell(x) for x in row) + " |")
-    return "\n".join([*out, ""])
+    return (
+        _table(("figure", "value", "unit", "bar", "machine", "date"), rows)
+        if rows
+        else "None recorded yet.\n"
+    )
 
 
 def bar(figure):
@@ -69,5 +54,10 @@ def bar(figure):
     return f"{sign} {figure['bar']['value']:g}"
 
 
-def _cell(text):
-    return re.sub(r"\s+", " ", str(text)).replace("|", "\\|")
+def _table(head, rows):
+    "A Markdown table; numbers stand right."
+    right = ["--:" if name in ("minutes", "exercises", "value") else "---" for name in head]
+    rows = [
+        [re.sub(r"\s+", " ", str(cell)).replace("|", "\\|") for cell in row] for row in (head, right, *rows)
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

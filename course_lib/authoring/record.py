@@ -1,16 +1,20 @@
-"""`course record`: the only writer of outputs. Execute worked lessons on a GPU host and store what came.
+"""`course record`: the only writer of outputs. Execute worked lessons and store what came.
 
-A fresh kernel runs all cells in order; an error leaves the notebook as it was.
+On a GPU everything is renewed; with `--cpu` marked cells alone, which are the same on every machine. A fresh
+kernel runs all cells in order; an error leaves the notebook as it was.
 """
 
+import concurrent.futures
 import datetime
+import fnmatch
 import json
+import os
+import queue
 import re
-import shutil
 import subprocess
 import sys
 
-from course_lib.authoring import kernel, notebook, outputs, prose, run
+from course_lib.authoring import kernel, notebook, outputs, prose, run, stamps
 from course_lib.authoring.notebook import CourseError
 
 ABOUT = """
@@ -28,139 +32,144 @@ print(json.dumps({"gpu": f"{gpus} × " * (gpus > 1) + machine.name(), "host": ma
 
 
 def record_cmd(args):
-    "Record the given lessons. Returns 1 if one of them could not be."
+    "Record the given lessons, or say with `--check` what is behind. Returns 1 where one failed or is behind."
+    if not (args.lessons or args.cpu or args.check):
+        raise CourseError("name the lessons to record; with --cpu or --check no name means all of them")
+    paths = list(run.worked(args.lessons, everything=not args.lessons).values())
+    if not (args.cpu or args.check or kernel.has_cuda()):
+        raise CourseError("figures are recorded on a GPU, and there is no CUDA device here; --cpu needs none")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    if args.parallel and not (args.cpu or args.check):
+        return _side_by_side(paths, args)
     status = 0
-    for number, path in run.worked(args.lessons).items():
+    for path in paths:
         try:
-            print(_record(number, path, args), flush=True)
+            print(_check(path) if args.check else _record(path, args), flush=True)
         except CourseError as e:
             print(e, file=sys.stderr)
             status = 1
     return status
 
 
-def _record(number, path, args):
+def behind(nb):
+    "What a recording of the worked notebook `nb` would bring up to date, as sentences; nothing for a draft."
+    if notebook.is_draft(nb):
+        return []
+    figures = notebook.stamp(nb)["figures"]
+    missing = [name for name in prose.noted(nb) if not fnmatch.filter(figures, name)]
+    found = {"cells changed since they were recorded": stamps.stale(nb), "figures not recorded": missing}
+    return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
+
+
+def _check(path):
     nb = notebook.load(path)
-    stamp = nb["metadata"].get("recorded")
-    stamp = stamp if isinstance(stamp, dict) else {}
-    if stamp.get("source") == notebook.code_hash(nb) and "figures" in stamp and not args.force:
-        text = _renew_text(nb, stamp["figures"])
-        if text:
-            notebook.save(nb, path)
-        more = f"; the numbers in {text} cells of its text renewed, now run `course build`" if text else ""
-        return f"{path.stem}: its code has not changed, so its outputs stay (--force records again){more}"
-    source = _provenance(path, args)
-    if not args.force and not kernel.has_cuda():
-        raise CourseError(
-            f"{path.stem}: recorded figures come from a GPU, and there is no CUDA device here; "
-            f"--force records this machine's all the same"
-        )
-    result = run.execute(nb, path.stem, ask=ABOUT, env={"COURSE_RECORDING": "1"})
+    if found := behind(nb) + outputs.problems(nb):
+        raise CourseError(f"{path.stem}: {'; '.join(found)}")
+    return f"{path.stem}: " + (
+        "a draft, without a recording from a GPU" if notebook.is_draft(nb) else "up to date"
+    )
+
+
+def _record(path, args):
+    nb = notebook.load(path)
+    source = None if args.cpu else _provenance(args)
+    env = {"COURSE_RECORDING": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
+    result = run.execute(nb, path.stem, ask=None if args.cpu else ABOUT, env=env)
     if result.failed:
         cell, error = result.failed
-        raise CourseError(f"{path.stem}, {run.at(nb, cell)}: {error}; nothing was recorded")
-    store(nb, result, source)
-    if leaks := outputs.problems(nb):
-        raise CourseError(f"{path.stem}: {leaks[0]}; nothing was recorded")
-    renewed = _renew_text(nb, nb["metadata"]["recorded"]["figures"])
-    notebook.save(nb, path)
-    lines = [f"{path.stem}: recorded on {nb['metadata']['recorded']['gpu']}, {len(result.figures)} figures"]
-    lines += [f"  left out without a CUDA device: {', '.join(result.skipped)}"] if result.skipped else []
-    lines += [f"  the numbers in {renewed} cells of its text renewed: run `course build`"] if renewed else []
-    lines += [f"  {p}" for p in prose.problems(nb, nb["metadata"]["recorded"]["figures"])]
-    return "\n".join(lines)
+        raise CourseError(f"{path.stem}, cell `{cell['id']}`: {error}; nothing was recorded")
+    count = store(nb, result, source)
+    if found := outputs.problems(nb):
+        raise CourseError(f"{path.stem}: {found[0]}; nothing was recorded")
+    notebook.save(nb, args.out / path.name if args.out else path)
+    lines = [f"{path.stem}: {count} cells and {len(result.figures) if source else 0} figures recorded"]
+    return "\n  ".join(lines + prose.problems(nb, notebook.stamp(nb).get("figures", {})))
 
 
 def store(nb, result, source):
-    """Put an execution's outputs, figures and stamp into the notebook `nb`.
+    """Put an execution's outputs, figures and hashes into the notebook `nb`; returns how many cells.
 
-    `source` is {commit, clean}. A figure that this run did not make is kept while the code still notes it
-    (its cell needs another machine), and dropped otherwise.
+    `source` is {commit, clean}, or None to renew marked cells alone. A figure that this run did not make is
+    kept while the code still notes it: its cell needs another machine.
     """
+    now, stamp, new = stamps.hashes(nb), notebook.stamp(nb), {}
     for cell in nb["cells"]:
-        if cell["cell_type"] == "code":
-            ran = result.ran.get(cell["id"])
-            cell["execution_count"] = ran.count if ran else None
-            cell["outputs"] = outputs.clean(json.loads(json.dumps(ran.outputs))) if ran else []
-        for noise in ("execution", "ExecuteTime", "collapsed", "scrolled"):
-            cell["metadata"].pop(noise, None)
+        if ran := result.ran.get(cell["id"]):
+            cell["execution_count"] = ran.count
+            if source or run.is_marked(cell):
+                cell["outputs"] = outputs.clean(json.loads(json.dumps(ran.outputs)))
+                new[cell["id"]] = now[cell["id"]]
     nb["metadata"].pop("widgets", None)
     nb["metadata"]["language_info"] = {"name": "python"}
-    about, today = json.loads(result.asked), datetime.date.today().isoformat()
-    mine = {"machine": about["gpu"], "torch": about["torch"], "date": today, "commit": source["commit"]}
-    before = (nb["metadata"].get("recorded") or {}).get("figures", {})
-    patterns = prose.noted(nb)
-    figures = {n: f for n, f in before.items() if any(p.fullmatch(n) for p in patterns)}
-    for name, figure in result.figures.items():
+    figures = stamp.get("figures", {})
+    if source:
+        about, today = json.loads(result.asked), datetime.date.today().isoformat()
+        mine = {"machine": about["gpu"], "torch": about["torch"], "date": today, "commit": source["commit"]}
+        figures = {n: figures[n] for name in prose.noted(nb) for n in fnmatch.filter(figures, name)}
         # Six digits say all that a measurement knows.
-        figures[name] = {**figure, "value": float(f"{figure['value']:.6g}"), **mine}
-    stamp = {"source": notebook.code_hash(nb), **source, **about, "date": today, "figures": figures}
-    nb["metadata"]["recorded"] = stamp
-
-
-def _renew_text(nb, figures):
-    "Bring tagged numbers in the text up to date; returns how many cells changed."
-    changed = 0
+        figures |= {n: f | {"value": float(f"{f['value']:.6g}")} | mine for n, f in result.figures.items()}
+        stamp = {**source, **about, "date": today, "figures": figures}
+    cells = {name: old for name, old in stamp.get("cells", {}).items() if name in now}
+    nb["metadata"]["recorded"] = {**stamp, "cells": cells | new}
     for cell in nb["cells"]:
         if cell["cell_type"] == "markdown":
-            before = notebook.source(cell)
-            after = prose.renewed(before, figures)
-            if after != before:
-                cell["source"] = after.splitlines(keepends=True)
-                changed += 1
-    return changed
+            cell["source"] = prose.renewed(notebook.source(cell), figures).splitlines(keepends=True)
+    return len(new)
 
 
-def _provenance(path, args):
-    "{commit, clean} of what is recorded: from git, or as the caller says. Raises CourseError."
-    if args.commit is not None and not re.fullmatch(r"[0-9a-f]{7,40}", args.commit):
+def _side_by_side(paths, args):
+    "Record each lesson in a process with a GPU and cores of its own; afterwards those that need all GPUs."
+    import torch
+
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue()
+    for i in range(count):
+        share = cores[len(cores) * i // count : len(cores) * (i + 1) // count] or cores
+        free.put((named.split(",")[i] if named else str(i), share))
+    options = [f"--commit={args.commit}"] * bool(args.commit) + ["--dirty"] * args.dirty
+    options += [f"--out={args.out}"] * bool(args.out)
+
+    def child(path, env, cores):
+        words = [sys.executable, "-m", "course_lib.authoring.cli", "record", path.stem, *options]
+        process = subprocess.Popen(words, env=os.environ | env)
+        os.sched_setaffinity(process.pid, cores)
+        return process.wait()
+
+    def on_one_gpu(path):
+        gpu, share = free.get()
+        try:
+            return child(path, {"CUDA_VISIBLE_DEVICES": gpu}, share)
+        finally:
+            free.put((gpu, share))
+
+    last = [p for p in paths if notebook.load(p)["metadata"].get("course", {}).get("gpus") == "all"]
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        status = [*pool.map(on_one_gpu, [p for p in paths if p not in last])]
+    return int(any([*status, *(child(p, {}, cores) for p in last)]))
+
+
+def _provenance(args):
+    "{commit, clean} of the library: from git, or as the caller says. The notebook holds its own code."
+    if args.commit and not re.fullmatch(r"[0-9a-f]{7,40}", args.commit):
         raise CourseError(f"--commit {args.commit!r} is not a commit; expected 7 to 40 hexadecimal digits")
-    commit = _head()
-    if commit is None:
-        if args.commit is None:
-            raise CourseError(
-                "there is no git here to ask for the commit: name it, `course record 05 --commit abc1234`"
-            )
+    head = _git("rev-parse", "--verify", "HEAD").strip() if (notebook.ROOT / ".git").exists() else ""
+    if not (head or args.commit):
+        raise CourseError("there is no git here to ask for the commit: name it, as in --commit abc1234")
+    if not head:
         return {"commit": args.commit, "clean": not args.dirty}
-    if args.commit is not None and not commit.startswith(args.commit):
-        raise CourseError(f"--commit {args.commit} is not what is checked out here, {commit[:10]}")
-    changed = _changed(path)
+    if not head.startswith(args.commit or ""):
+        raise CourseError(f"--commit {args.commit} is not what is checked out here, {head[:10]}")
+    changed = _git("status", "--porcelain", "--", "course_lib", "pyproject.toml")[3:].partition("\n")[0]
     if changed and not args.dirty:
-        raise CourseError(
-            f"{path.stem}: {changed} differs from the last commit, so nobody could repeat the recording: "
-            f"commit first, or say --dirty"
-        )
-    return {"commit": commit, "clean": not (changed or args.dirty)}
-
-
-def _head():
-    "The commit that is checked out, or None: no git, no repository, or one without a commit (a copied tree)."
-    if not (notebook.ROOT / ".git").exists() or shutil.which("git") is None:
-        return None
-    try:
-        return _git("rev-parse", "--verify", "--quiet", "HEAD").strip()
-    except CourseError:
-        return None
-
-
-def _changed(path):
-    "What a recording depends on and git does not have, or ''. Recorded outputs and prose don't count."
-    status = _git("status", "--porcelain", "--", "course_lib", "pyproject.toml").splitlines()
-    if status:
-        return status[0][3:]
-    name = path.relative_to(notebook.ROOT).as_posix()
-    try:
-        committed = json.loads(_git("show", f"HEAD:{name}"))
-        same = notebook.code_hash(committed) == notebook.code_hash(notebook.load(path))
-    except (CourseError, ValueError, KeyError, TypeError):
-        same = False
-    return "" if same else name
+        raise CourseError(f"{changed} differs from the last commit: commit first, or say --dirty")
+    return {"commit": head, "clean": not (changed or args.dirty)}
 
 
 def _git(*words):
-    done = subprocess.run(
-        ["git", "-C", notebook.ROOT, *words], capture_output=True, text=True, encoding="utf-8"
-    )
-    if done.returncode:
-        raise CourseError(f"git {words[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
-    return done.stdout
+    "What git prints; nothing where it fails or is not installed."
+    command = ["git", "-C", notebook.ROOT, *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, encoding="utf-8").stdout
+    except FileNotFoundError:
+        return ""

@@ -1,27 +1,28 @@
 "What a worked notebook must hold to, so that a lesson can be built from it and its exercises judged."
 
-import functools
+import itertools
 import re
 
-from course_lib.authoring import markers, notebook
+from course_lib.authoring import markers, notebook, stamps
 from course_lib.authoring.notebook import CourseError
 
-METADATA = {"number": str, "slug": str, "title": str, "part": str, "minutes": int, "needs": str}
-# What a lesson does without a GPU (`course doctor`): the real thing, Triton's interpreter, a simulation.
-WITHOUT_GPU = ("cpu", "interpreter", "simulated")
+METADATA = {"slug": str, "title": str, "part": str, "minutes": int, "needs": str}
 EXERCISE = {"id": str, "title": str, "minutes": int, "difficulty": int}
-TAGS = {"exercise", "check", "gpu", "slow", "predict"}
+# What a lesson does without a GPU (`course doctor`), and whether `course record` gives it every GPU.
+CHOICES = {"without_gpu": ("cpu", "interpreter", "simulated"), "gpus": ("all",)}
+TAGS = {"exercise", "check", "slow", "predict"}
 # These make nbval accept a cell that fails, or leave it out.
-SILENCERS = re.compile(
-    r"#\s*(NBVAL_SKIP|NBVAL_IGNORE_OUTPUT|NBVAL_RAISES_EXCEPTION|PYTEST_VALIDATE_IGNORE_OUTPUT)"
-)
+SILENCERS = re.compile(r"#\s*(NBVAL_(?:SKIP|IGNORE_OUTPUT|RAISES_EXCEPTION)|PYTEST_VALIDATE_IGNORE_OUTPUT)")
 
 
 def check(nb, stem):
     "Raise CourseError, naming notebook, cell and rule, where nbs/<stem>.ipynb breaks a rule."
-    _check_metadata(nb, stem)
-    _check_cells(nb, stem)
-    _check_exercises(nb, stem)
+    # One after the other: a rule relies on those before it.
+    for cell, broken, why in itertools.chain(
+        _of_notebook(nb, stem), _of_cells(nb), _of_exercises(nb, stem[3:])
+    ):
+        if broken:
+            refuse(stem, cell, why)
 
 
 def refuse(stem, cell, why):
@@ -30,83 +31,88 @@ def refuse(stem, cell, why):
     raise CourseError(f"{place}: {why}")
 
 
-def _check_metadata(nb, stem):
+def _keys(found, expected):
+    "(whether keys are missing, a sentence that names them)."
+    lacks = not isinstance(found, dict) or any(
+        type(found.get(k)) is not t or not found[k] for k, t in expected.items()
+    )
+    return (
+        lacks,
+        f" must hold {', '.join(f'{k} ({t.__name__})' for k, t in expected.items())}; it is {found!r}",
+    )
+
+
+def _of_notebook(nb, stem):
     course = nb["metadata"].get("course")
-    _check_keys(course, METADATA, "metadata.course", stem, None)
-    if (way := course.get("without_gpu", "cpu")) not in WITHOUT_GPU:
-        refuse(
-            stem, None, f"metadata.course.without_gpu is {way!r}; expected one of {', '.join(WITHOUT_GPU)}"
-        )
-    if stem != f"{course['number']}_{course['slug']}":
-        said = f"{course['number']}_{course['slug']}"
-        refuse(stem, None, f"metadata.course says {said}; the file's name must agree")
+    lacks, what = _keys(course, METADATA)
+    yield None, lacks, "metadata.course" + what
+    for key, ways in CHOICES.items():
+        way = course.get(key, ways[0])
+        yield None, way not in ways, f"metadata.course.{key} is {way!r}; expected one of {', '.join(ways)}"
+    slug = course["slug"]
+    yield None, stem[3:] != slug, f"metadata.course.slug is {slug!r}; the file's name must agree"
 
 
-def _check_keys(found, expected, what, stem, cell):
-    names = ", ".join(f"{k} ({t.__name__})" for k, t in expected.items())
-    good = isinstance(found, dict) and all(type(found.get(k)) is t and found[k] for k, t in expected.items())
-    if not good:
-        refuse(stem, cell, f"{what} must hold {names}; it is {found!r}")
-
-
-def _check_cells(nb, stem):
+def _of_cells(nb):
     seen = set()
     for number, cell in enumerate(nb["cells"], 1):
-        no = functools.partial(refuse, stem, cell)
-        tags, text, kind = notebook.tags(cell), notebook.source(cell), cell["cell_type"]
-        if kind not in ("code", "markdown"):
-            no(f"a {kind} cell; expected code or markdown")
-        name = cell.get("id")
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-            refuse(stem, None, f"cell {number} needs an id of letters, digits, - and _ that says what it is")
-        if name in seen:
-            no("two cells have this id")
+        tags, text, name = notebook.tags(cell), notebook.source(cell), cell.get("id")
+        named = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)
+        yield None, not named, f"cell {number} needs an id of letters, digits, - and _ that says what it is"
+        yield cell, name in seen, "two cells have this id"
         seen.add(name)
-        if unknown := tags - TAGS:
-            no(f"the tag {min(unknown)} is not allowed; the tags are {', '.join(sorted(TAGS))}")
-        if kind == "markdown" and tags:
-            no("tags are for code cells")
-        if kind == "code" and (m := SILENCERS.search(text)):
-            no(f"{m[1]} would hide a failure")
-        if kind == "markdown" and markers.has_markers(text):
-            no("a solution marker in a markdown cell")
-        if kind == "code" and markers.has_markers(text) != ("exercise" in tags):
-            no("the tag exercise and the solution markers belong on the same cells")
+        yield cell, "gpu" in tags, "a cell for a GPU begins with `%%gpu` and a few words; the tag gpu is gone"
+        unknown, silencer, marked = (
+            min(tags - TAGS, default=""),
+            SILENCERS.search(text),
+            markers.has_markers(text),
+        )
+        yield cell, unknown, f"the tag {unknown} is not allowed; the tags are {', '.join(sorted(TAGS))}"
+        if cell["cell_type"] == "markdown":
+            yield cell, tags, "tags are for code cells"
+            yield cell, marked, "a solution marker in a markdown cell"
+            continue
+        yield cell, cell["cell_type"] != "code", f"a {cell['cell_type']} cell; expected code or markdown"
+        yield cell, silencer, f"{silencer and silencer[1]} would hide a failure"
+        yield cell, marked != ("exercise" in tags), "the tag exercise and markers belong on the same cells"
+        yield cell, re.match(r"%%gpu\s*(\n|\Z)", text), "`%%gpu` is followed by a few words: what it shows"
+    for cell, name in read_without_gpu(nb):
+        yield cell, True, f"it reads {name}, which a `%%gpu` cell defines: without a GPU there is none"
 
 
-def _check_exercises(nb, stem):
-    prose, stubs, seen = "", 0, set()
+def read_without_gpu(nb):
+    "(cell, name) for each name of a `%%gpu` cell that a cell without `%%gpu` reads."
+    on_gpu = set()
+    for cell, tree, names, _, _ in stamps.flow(nb):
+        if tree and notebook.needs_gpu(cell):
+            on_gpu |= names.defines
+        elif tree:
+            yield from ((cell, name) for name in sorted(names.reads & on_gpu))
+            on_gpu -= names.defines
+
+
+def _of_exercises(nb, slug):
+    prose, stubs, count = "", 0, 0
     for cell in nb["cells"]:
-        no = functools.partial(refuse, stem, cell)
-        tags, text = notebook.tags(cell), notebook.source(cell)
+        tags, text, found = notebook.tags(cell), notebook.source(cell), cell["metadata"].get("exercise")
         stubs += "exercise" in tags
         prose += text + "\n" if cell["cell_type"] == "markdown" else ""
         if "check" not in tags:
-            if "exercise" in cell["metadata"]:
-                no("metadata.exercise on a cell without the tag check")
+            yield cell, "exercise" in cell["metadata"], "metadata.exercise on a cell without the tag check"
             continue
-        found = cell["metadata"].get("exercise")
-        _check_keys(found, EXERCISE, "a check cell's metadata.exercise", stem, cell)
-        name, level = found["id"], found["difficulty"]
-        if name in seen:
-            no(f"exercise {name} has two check cells")
-        if name != f"{stem[:2]}.{len(seen) + 1}":
-            no(f"exercise {name} comes where {stem[:2]}.{len(seen) + 1} is expected")
-        seen.add(name)
-        if level not in (1, 2, 3):
-            no(f"difficulty is {level}; expected 1, 2 or 3")
-        if tags != {"check"}:
-            no("a check cell carries no other tag, so that it runs on every machine")
-        if not text.startswith("# NBVAL_CHECK_OUTPUT\n"):
-            no("a check cell starts with `# NBVAL_CHECK_OUTPUT`, or its line is never compared")
-        if not stubs:
-            no(f"exercise {name} has no stub: a cell tagged exercise between the last check and this")
+        lacks, what = _keys(found, EXERCISE)
+        yield cell, lacks, "a check cell's metadata.exercise" + what
+        name, level, count = found["id"], found["difficulty"], count + 1
+        yield cell, name != f"{slug}.{count}", f"exercise {name} comes where {slug}.{count} is expected"
+        yield cell, level not in (1, 2, 3), f"difficulty is {level}; expected 1, 2 or 3"
+        yield cell, tags != {"check"}, "a check cell carries no other tag, so that it runs on every machine"
+        compared = text.startswith("# NBVAL_CHECK_OUTPUT\n")
+        yield cell, not compared, "a check cell starts with `# NBVAL_CHECK_OUTPUT`, or it is never compared"
+        yield cell, not stubs, f"exercise {name} has no stub: a cell tagged exercise, after the last check"
         dots = "●" * level + "○" * (3 - level)
         heading = f"### Exercise {name} · {found['title']} · {dots} · {found['minutes']} min"
-        if heading not in prose.split("\n"):
-            no(f"exercise {name} is headed otherwise than its metadata says: `{heading}`")
-        if (hints := len(re.findall(r"<details>.*?</details>", prose, re.DOTALL))) < 2:
-            no(f"exercise {name} has {hints} hints in <details>; it needs two or more")
+        yield cell, heading not in prose.split("\n"), f"its metadata says another heading: `{heading}`"
+        hints = len(re.findall(r"<details>.*?</details>", prose, re.DOTALL))
+        yield cell, hints < 2, f"exercise {name} has {hints} hints in <details>; it needs two or more"
         prose, stubs = "", 0
-    if stubs:
-        refuse(stem, None, "a stub after the last check cell has no check")
+    yield None, stubs, "a stub after the last check cell has no check"

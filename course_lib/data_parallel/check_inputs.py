@@ -35,8 +35,8 @@ def of_step(group, rank, step):
 
 def wire_bytes(events, ranks):
     "Bytes that a rank sends when its collectives are rings."
-    part = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,
-            "all_gather": ranks - 1, "broadcast": 1, "send": 1}  # fmt: skip
+    part = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter_tensor": (ranks - 1) / ranks,
+            "all_gather_into_tensor": ranks - 1, "broadcast": 1, "send": 1}  # fmt: skip
     return sum(part.get(e.what, 0) * e.nbytes for e in events)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from course_lib import checking as core
 from course_lib.data_parallel import check_inputs as inputs
-from course_lib.data_parallel.live import Live
+from course_lib.data_parallel.live import watching
 
 # --- data_parallel.6 ---------------------------------------------------------------------------
 
@@ -121,13 +121,12 @@ def _layer_stack(answer, ranks, widths):
     def body(comm):
         parts = [nn.Parameter(s[comm.rank].clone()) for s in shards]
         x = xs[comm.rank].clone().requires_grad_()
-        live = Live(comm, at_least=0.8 * small)
-        with live:
+        with watching(comm, at_least=0.8 * small) as live:
             y = inputs.stack(
                 x, list(zip(parts, shapes, strict=True)), lambda x, w: _layer(answer, x, *w, comm)
             )
-            forward, after = live.peak, live.now()
-            live.peak = 0
+            forward, after = live.most_tensors, live.tensors
+            live.most_tensors = 0
             y.square().sum().backward()
         if ranks > 1:
             core.equal(after, 0, f"{what}: tensors of a full weight's size alive after forward")
@@ -136,8 +135,8 @@ def _layer_stack(answer, ranks, widths):
                 f"{what}: {forward} tensors of a full weight's size alive at once in forward; one is enough",
             )
             core.require(
-                live.peak <= 2,
-                f"{what}: {live.peak} tensors of a full weight's size alive at once in backward; "
+                live.most_tensors <= 2,
+                f"{what}: {live.most_tensors} tensors of a full weight's size alive at once in backward; "
                 "two are enough",
             )
         where = f"on rank {comm.rank} of {ranks}"

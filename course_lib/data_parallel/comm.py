@@ -48,11 +48,11 @@ class World:
     def broadcast(self, tensor, source):
         return dist.broadcast(tensor.detach(), source)
 
-    def all_gather(self, out, tensor, async_op=False):
+    def all_gather_into_tensor(self, out, tensor, async_op=False):
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.14
         return gather(out.detach(), tensor.detach(), async_op=async_op)
 
-    def reduce_scatter(self, out, tensor, async_op=False):
+    def reduce_scatter_tensor(self, out, tensor, async_op=False):
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return scatter(out.detach(), tensor.detach(), async_op=async_op)
 
@@ -68,11 +68,11 @@ class Alone:
     def broadcast(self, tensor, source):
         pass
 
-    def all_gather(self, out, tensor, async_op=False):
+    def all_gather_into_tensor(self, out, tensor, async_op=False):
         out.detach().view(-1).copy_(tensor.detach().view(-1))
         return Done() if async_op else None
 
-    reduce_scatter = all_gather
+    reduce_scatter_tensor = all_gather_into_tensor
 
 
 def world():

@@ -6,15 +6,9 @@ from course_lib.data_parallel import network
 BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY = show.COLOURS
 
 
-def _axes(rows=1, columns=1, **kw):
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(rows, columns, **kw)
-
-
 def draw_drift(apart, together):
     "Distance of the ranks' weights from their mean, by step, without and with averaged gradients."
-    fig, ax = _axes(figsize=(6.4, 3.0))
+    fig, ax = show.axes(figsize=(6.4, 3.0))
     steps = range(1, len(apart) + 1)
     ax.plot(steps, apart, color=RED, label="each for itself")
     ax.plot(steps, together, color=BLUE, label="gradients averaged")
@@ -47,7 +41,7 @@ def ring_counts(n):
 def draw_ring(n=4):
     "The chunks of a ring all-reduce after each step, with the number of ranks summed in each."
     found = ring_counts(n)
-    fig, axes = _axes(1, len(found), figsize=(8.2, 1.9))
+    fig, axes = show.axes(1, len(found), figsize=(8.2, 1.9))
     for i, (ax, now) in enumerate(zip(axes, found, strict=True)):
         ax.imshow(now, cmap="Blues", vmin=0, vmax=1.6 * n)
         for r in range(n):
@@ -62,7 +56,7 @@ def draw_ring(n=4):
 
 def draw_traffic(most=16):
     "What the busiest rank sends, in multiples of the tensor."
-    fig, ax = _axes(figsize=(6.4, 3.0))
+    fig, ax = show.axes(figsize=(6.4, 3.0))
     ns = range(2, most + 1)
     ax.plot(ns, [n - 1 for n in ns], color=RED, label="everybody's whole vector, N-1")
     ax.plot(ns, [2 * (n - 1) / n for n in ns], color=BLUE, label="ring, 2(N-1)/N")
@@ -91,7 +85,7 @@ def _ticks(ax):
 
 def draw_overlap(runs):
     "Backward and the wire on the clock, from what a rank recorded: {title: events of one rank}."
-    fig, axes = _axes(len(runs), figsize=(6.8, 0.9 + 1.35 * len(runs)), sharex=True, squeeze=False)
+    fig, axes = show.axes(len(runs), figsize=(6.8, 0.9 + 1.35 * len(runs)), sharex=True, squeeze=False)
     rows = {"backward": 0, "wire": 1}
     for ax, (title, events) in zip(axes[:, 0], runs.items(), strict=True):
         start = min(e.start for e in events)
@@ -114,7 +108,7 @@ def draw_overlap(runs):
 
 def draw_networks(ranks=8):
     "All-reduce time by size on four networks, by the model."
-    fig, ax = _axes(figsize=(6.6, 3.4))
+    fig, ax = show.axes(figsize=(6.6, 3.4))
     sizes = [2.0**k for k in range(10, 31)]
     for name, net in network.NETWORKS.items():
         took = [1e3 * network.ring_seconds(n, ranks, net.alpha, net.beta) for n in sizes]
@@ -130,7 +124,7 @@ def draw_networks(ranks=8):
 
 def draw_measured(sizes, seconds, alpha, beta, ranks, where, fitted=()):
     "Measured all-reduces beside the model; the sizes in `fitted` were used to find α and β."
-    fig, ax = _axes(figsize=(6.4, 3.2))
+    fig, ax = show.axes(figsize=(6.4, 3.2))
     low, high = min(sizes), max(sizes)
     grid = [low * (high / low) ** (i / 60) for i in range(61)]
     ax.loglog(grid, [1e3 * network.ring_seconds(n, ranks, alpha, beta) for n in grid], color=BLUE,
@@ -148,7 +142,7 @@ def draw_measured(sizes, seconds, alpha, beta, ranks, where, fitted=()):
 
 def view_buckets(found):
     "The explorer's figure: the schedule for one limit above, what is exposed by limit below."
-    fig, (ax, below) = _axes(2, 1, figsize=(6.8, 4.2), height_ratios=(1, 1.6))
+    fig, (ax, below) = show.axes(2, 1, figsize=(6.8, 4.2), height_ratios=(1, 1.6))
     end = 1e3 * found["backward"]
     ax.barh(0, end, height=0.66, color=BLUE)
     for start, stop, _ in found["spans"]:
@@ -176,7 +170,7 @@ def view_buckets(found):
 
 def draw_steps(points, least, critical):
     "Steps to the target and samples to the target, by batch size."
-    fig, (left, right) = _axes(1, 2, figsize=(7.2, 3.1))
+    fig, (left, right) = show.axes(1, 2, figsize=(7.2, 3.1))
     sizes = [p[0] for p in points]
     grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 60) for i in range(61)]
     for ax, scale, name in ((left, lambda b: 1, "steps"), (right, lambda b: b, "samples")):
@@ -193,7 +187,7 @@ def draw_steps(points, least, critical):
 
 def view_zero(found):
     "Gigabytes that a rank keeps under each ZeRO stage, stacked, with the GPU's memory as a line."
-    fig, ax = _axes(figsize=(6.6, 3.2))
+    fig, ax = show.axes(figsize=(6.6, 3.2))
     names = ["weights", "gradients", "optimizer state"]
     stages = found["stages"]
     base = [0.0] * 4
@@ -220,7 +214,7 @@ def view_zero(found):
 
 def draw_memory(curves):
     "Bytes of full weights and gradients alive after each operator: {name: curve}."
-    fig, ax = _axes(figsize=(6.6, 3.0))
+    fig, ax = show.axes(figsize=(6.6, 3.0))
     for (name, curve), colour in zip(curves.items(), (RED, BLUE), strict=False):
         at = [i / max(1, len(curve) - 1) for i in range(len(curve))]
         ax.step(at, [n / 1e3 for n in curve], where="post", color=colour, label=name)

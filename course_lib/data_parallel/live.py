@@ -1,55 +1,18 @@
-"Counts the large tensors that are alive while code runs: the peak memory of a layer, without a GPU."
+"The memory of a layer's weights and gradients while a step runs, counted without a GPU."
 
 import functools
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
+from course_lib import meter
 from course_lib.data_parallel import sharded
 from course_lib.group import Group
 
 
-class Live(TorchDispatchMode):
-    """`with Live(comm, at_least) as live:` follows tensors of `at_least` bytes or more that operators make.
-
-    live.now()      how many are alive
-    live.peak       the most at once
-    live.curve      their bytes after each operator
-
-    What the simulated communicator holds for itself (`comm.busy`) doesn't count, nor what was there before.
-    """
-
-    def __init__(self, comm=None, at_least=1):
-        super().__init__()
-        self.comm, self.at_least, self.peak, self.curve, self._refs = comm, at_least, 0, [], {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        if not getattr(self.comm, "busy", False):
-            for storage in (t.untyped_storage() for t in _tensors(out)):
-                if storage.nbytes() >= self.at_least and storage.data_ptr() not in given:  # no view
-                    ref = StorageWeakRef(storage)
-                    self._refs[ref.cdata] = (ref, storage.nbytes())
-            self.peak = max(self.peak, self.now())
-            self.curve.append(self.nbytes())
-        return out
-
-    def now(self):
-        return len(self._alive())
-
-    def nbytes(self):
-        return sum(n for _, n in self._alive())
-
-    def _alive(self):
-        return [(ref, n) for ref, n in self._refs.values() if not ref.expired()]
-
-
-def _tensors(tree):
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+def watching(comm, at_least):
+    "`meter.Memory` of tensors of `at_least` bytes or more, without the communicator's own."
+    return meter.Memory(at_least=at_least, ignore=lambda: comm.busy)
 
 
 def curves(ranks=4, width=64, layers=6, batch=2):
@@ -71,8 +34,8 @@ def curves(ranks=4, width=64, layers=6, batch=2):
         return functools.reduce(lambda x, f: torch.tanh(f(x)), apply, x)
 
     def watch(comm, forward, held):
-        with Live(comm, at_least=4 * width**2 // ranks) as live:
+        with watching(comm, at_least=4 * width**2 // ranks) as memory:
             forward(torch.randn(batch, width)).square().sum().backward()
-        return [held + n for n in live.curve]
+        return [held + n for _, n in memory.line]
 
     return tuple(Group(ranks).run(fn)[0] for fn in (replica, cut))

@@ -1,11 +1,12 @@
 """What lesson data_parallel runs on its ranks: training that drifts and training that doesn't, and times.
 
-These functions are called on every rank (`ranks.run(loops.drift, …)`); each asks `comm.world()` which rank it
+These functions are called on every rank (`group.run(loops.drift, …)`); each asks `comm.world()` which rank it
 is. They work alone too, as a group of one.
 """
 
 import threading
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,11 @@ def batches(steps, batch, seed=0):
 
 def share(rows, comm):
     "The equal part of a batch that belongs to this rank; ValueError where it doesn't divide."
-    if len(rows) % comm.size:
+    if left := len(rows) % comm.size:
+        fewer = len(rows) - left
         raise ValueError(
-            f"a batch of {len(rows)} can't be split evenly over {comm.size} ranks: {len(rows) % comm.size} "
-            f"would be left over; take {len(rows) - len(rows) % comm.size}"
+            f"{len(rows)} can't be split evenly over {comm.size} ranks: {left} would be left over; "
+            f"take {f'{fewer} or ' if fewer else ''}{fewer + comm.size}"
         )
     return rows.chunk(comm.size)[comm.rank]
 
@@ -90,18 +92,29 @@ def spread(by_rank):
 # --- overlap, on the clock ----------------------------------------------------------
 
 
+class Event(NamedTuple):
+    "From `start` to `end`, in seconds of `time.monotonic()` (equal for a mark), in the row `lane`."
+
+    name: str
+    start: float
+    end: float
+    lane: str
+
+
 class Watched(comms.World):
-    "A `World` that puts every all-reduce on the timeline, from its launch to its end."
+    "A `World` that keeps every all-reduce in `events`, from its launch to its end."
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
 
     def all_reduce(self, tensor, async_op=False):
-        from course_lib.parallel import timeline
-
         start, n = time.monotonic(), tensor.numel() * tensor.element_size()
         work = dist.all_reduce(tensor.detach(), async_op=True)
         ended = threading.Event()
 
         def over(future):
-            timeline.add(f"{n / 2**20:.1f} MB", start, time.monotonic(), "wire")
+            self.events.append(Event(f"{n / 2**20:.1f} MB", start, time.monotonic(), "wire"))
             ended.set()
 
         work.get_future().then(over)
@@ -120,12 +133,10 @@ class _Both:
 
 
 def overlap(limit, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6):
-    """Steps of a larger network with buckets of `limit` bytes, the one of median length on the timeline.
+    """Steps of a larger network with buckets of `limit` bytes: the step of median length.
 
-    Gives the seconds from the start of backward to the last gradient averaged, as the median.
+    Gives the seconds from the start of its backward to the last gradient averaged, and its `Event`s.
     """
-    from course_lib.parallel import timeline
-
     torch.set_num_threads(min(4, torch.get_num_threads()))  # more of them get in each other's way here
     torch.manual_seed(dist.get_rank())
     model, comm = net(0, widths), Watched()
@@ -134,10 +145,10 @@ def overlap(limit, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6)
     def mark(what):
         now = time.monotonic()
         if what == "gradient":
-            timeline.add("gradient", last["at"], now, "backward")
+            comm.events.append(Event("gradient", last["at"], now, "backward"))
             last["at"] = now
         elif what == "wait":
-            timeline.mark("waits from here", "backward")
+            comm.events.append(Event("waits from here", now, now, "backward"))
 
     wrapped = BucketedDataParallel(model, comm, limit, mark)
     spans = []
@@ -152,10 +163,7 @@ def overlap(limit, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6)
     dist.barrier()  # the last all-reduces have told their ends
     spans = sorted(spans[1:], key=lambda span: span[1] - span[0])
     start, end = spans[len(spans) // 2]
-    for event in timeline.take():
-        if start <= event.start <= end:
-            timeline.add(*event)
-    return end - start
+    return end - start, sorted(e for e in comm.events if start <= e.start <= end)
 
 
 # --- PyTorch's own ------------------------------------------------------------------

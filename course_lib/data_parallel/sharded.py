@@ -67,7 +67,7 @@ class ShardedAdam:
     @torch.no_grad()
     def step(self):
         grad = torch.empty(self.n, device=self.m.device)
-        self.comm.reduce_scatter(
+        self.comm.reduce_scatter_tensor(
             grad, self._flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)
         )
         grad /= self.comm.size
@@ -78,7 +78,7 @@ class ShardedAdam:
         m, v = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
         full = self._flat(self.params)
         mine = full[self.comm.rank * self.n :][: self.n] - self.lr * m / (v.sqrt() + self.eps)
-        self.comm.all_gather(full, mine)
+        self.comm.all_gather_into_tensor(full, mine)
         at = 0
         for p in self.params:
             p.copy_(full[at : at + p.numel()].view_as(p))
@@ -107,7 +107,7 @@ class GatherComputeFree(torch.autograd.Function):
     @staticmethod
     def gather(part, shape, comm):
         full = torch.empty(len(part) * comm.size, dtype=part.dtype, device=part.device)
-        comm.all_gather(full, part)
+        comm.all_gather_into_tensor(full, part)
         return full[: math.prod(shape)].view(shape)
 
     @staticmethod
@@ -123,7 +123,7 @@ class GatherComputeFree(torch.autograd.Function):
         padded = torch.zeros(len(part) * ctx.comm.size, dtype=part.dtype, device=part.device)
         torch.mm(grad.T, x, out=padded[: math.prod(ctx.shape)].view(ctx.shape))
         grad_part = torch.empty_like(part)
-        ctx.comm.reduce_scatter(grad_part, padded)
+        ctx.comm.reduce_scatter_tensor(grad_part, padded)
         return grad_x, grad_part / ctx.comm.size, None, None
 
 

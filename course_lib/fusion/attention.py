@@ -10,8 +10,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from course_lib import machine, timing
-from course_lib.fusion import memory as fusion_memory
+from course_lib import machine, meter, timing
 
 
 def _scores(q, k):
@@ -125,7 +124,7 @@ def measure(fn, length, seconds=0.2, **sizes):
     step()
     for t in (q, k, v):
         t.grad = None
-    peak = fusion_memory.peak(step)
+    peak = meter.peak_memory(step, device=q.device.type)
     return peak, timing.time(step, seconds=seconds, device=q.device.type).median
 
 

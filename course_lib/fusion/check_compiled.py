@@ -1,4 +1,4 @@
-"Checks of exercises 4 and 5. Oracles: float64 by hand, and Dynamo's own graphs, counted by a backend."
+"Checks of exercises 4 and 5. Oracles: float64 by hand, and Dynamo's own graphs (`meter.compiled`)."
 
 import contextlib
 import io
@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from course_lib import checking as core
-from course_lib.fusion import breaks as fusion_breaks
+from course_lib import meter
 
 
-def _traced(fn, calls, what, **options):
-    "`fusion_breaks.trace`, with what the answer raises said in one sentence."
+def _traced(fn, calls, what, limit=None):
+    "`meter.compiled`, with what the answer raises said in one sentence."
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return fusion_breaks.trace(fn, calls, **options)
+            return meter.compiled(fn, *calls[0], then=calls[1:], backend="eager", limit=limit)
     except core.Wrong:
         raise
     except Exception as e:
@@ -81,19 +81,19 @@ def _compiled(answer, calls):
     # Each call anew, so that a branch which was not taken the first time is counted as well.
     for call in calls:
         found = _traced(answer, [core.clone(call)], what)
-        broken = list(dict.fromkeys(found.breaks))
+        broken = found.breaks
         core.require(
             not broken,
             f"{len(broken)} graph break{'s' * (len(broken) != 1)} on {what}"
-            + (f", the first at `{broken[0].line[:60]}`: {broken[0].reason[:80]}" if broken else ""),
+            + (f", the first at `{broken[0].code[:60]}`: {broken[0].reason[:80]}" if broken else ""),
         )
         core.require(
-            found.graphs == found.ran == [1],
-            f"expected one graph that is run once, got {found.graphs[0]} graphs, of which {found.ran[0]} ran",
+            found.totals == found.ran == [1],
+            f"expected one graph that is run once, got {found.graphs} graphs, of which {found.ran[0]} ran",
         )
     # One compiled function for both: the branch must not be settled while it is traced.
     found = _traced(answer, core.clone(calls), what)
-    core.require(0 not in found.ran, f"a call of the compiled function ran eagerly on {what}")
+    core.require(not found.eager, f"a call of the compiled function ran eagerly on {what}")
     for (x, limit), got in zip(calls, found.results, strict=True):
         _right(got, x, limit, "compiled, ")
 
@@ -131,16 +131,15 @@ def _stream(module, calls, how, results=None):
 def _storm(module, calls):
     # Past this limit Dynamo would give up: enough to see a storm, which costs a compilation for each call.
     found = _traced(module, core.clone(calls), f"{len(calls)} calls", limit=4)
-    broken = list(dict.fromkeys(found.breaks))
-    if broken:
-        raise core.Wrong(f"a graph break at `{broken[0].line[:60]}`: {broken[0].reason[:80]}")
-    if found.graphs[-1] > 2:
-        third = next(i for i, n in enumerate(found.graphs) if n > 2)
-        why = next((w for w in reversed(found.why) if "size mismatch" not in w), "")
+    for broken in found.breaks:
+        raise core.Wrong(f"a graph break at `{broken.code[:60]}`: {broken.reason[:80]}")
+    if found.graphs > 2:
+        third = next(i for i, n in enumerate(found.totals) if n > 2)
+        why = next((r.guard for r in reversed(found.recompiles) if "size mismatch" not in r.guard), "")
         raise core.Wrong(
             f"call {third + 1} needed one more graph, expected two for all {len(calls)} calls"
             + (f"; Dynamo compiled again because it no longer held that `{why[:80]}`" if why else "")
         )
-    if 0 in found.ran:
-        raise core.Wrong(f"call {found.ran.index(0) + 1} of the compiled module ran eagerly")
+    if found.eager:
+        raise core.Wrong(f"call {found.eager[0] + 1} of the compiled module ran eagerly")
     _stream(module, calls, "compiled, ", found.results)

@@ -7,7 +7,7 @@ import re
 import torch
 
 from course_lib import checking as core
-from course_lib import models
+from course_lib import meter, models
 from course_lib.fusion import budget as fusion_budget
 from course_lib.fusion import memory as fusion_memory
 
@@ -135,7 +135,7 @@ def _real_stack(answer):
     what = f"a stack of {len(blocks)} blocks with a budget of {budget} bytes"
     again = _plan(core.call(answer, cost.saved, cost.inputs, cost.flops, budget), len(blocks), what)
     x.requires_grad_()
-    with fusion_memory.Watch(allocator=False) as watch:
+    with meter.Memory() as watch:
         out = fusion_memory.run(blocks, x, again)
         watch.mark()
     # The first block's input was there before, and the result is alive without being kept.

@@ -6,12 +6,6 @@ from course_lib import machine, recorded, show
 H200_VECTOR = 67e12
 
 
-def _axes(*shape, **kw):
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(*shape, **kw)
-
-
 # --- the explorer: what a chain of point-wise operators costs -----------------------
 
 
@@ -53,7 +47,7 @@ def explore_chain(ops=10, elements=2**24, flops=1, where=H200):
 
 def view_chain(data):
     "The explorer's figure: seconds against the length of the chain, eager and fused."
-    fig, ax = _axes(figsize=(6.4, 3.4))
+    fig, ax = show.axes(figsize=(6.4, 3.4))
     at = data["lengths"].index(data["ops"])
     for name in ("eager", "fused"):
         line = [1e6 * s for s in data[name]]
@@ -85,7 +79,7 @@ def _plain(ax, low, high):
 
 def draw_race(rows):
     "GB/s of each chain, eager, compiled and ours: `fusion.race`'s rows, a group of bars for each."
-    fig, ax = _axes(figsize=(6.6, 0.9 + 0.42 * len(rows)))
+    fig, ax = show.axes(figsize=(6.6, 0.9 + 0.42 * len(rows)))
     ways = {"eager": "eager", "torch.compile": "compiled", "ours": "fused"}
     high = 0.8 / len(ways)
     for k, (label, way) in enumerate(ways.items()):
@@ -104,8 +98,8 @@ def draw_race(rows):
 
 
 def draw_memory(watches):
-    "MB alive after each operator of a step, forward and backward: {label: fusion_memory.Watch}."
-    fig, ax = _axes(figsize=(6.6, 3.4))
+    "MB alive after each operator of a step, forward and backward: {label: meter.Memory}."
+    fig, ax = show.axes(figsize=(6.6, 3.4))
     top = max(w.peak for w in watches.values()) / 1e6
     for k, (name, w) in enumerate(watches.items()):
         at = w.marks[0][0]
@@ -133,7 +127,7 @@ def beaten(points):
 
 def draw_frontier(points, ylabel="ms a step"):
     "Memory against time, {label: (bytes, value)}; points that another beats are hollow."
-    fig, ax = _axes(figsize=(6.8, 3.8))
+    fig, ax = show.axes(figsize=(6.8, 3.8))
     worse = beaten(points)
     line = sorted(p for k, p in points.items() if k not in worse)
     ax.plot([b / 1e6 for b, _ in line], [v for _, v in line], color=show.COLOURS[6], lw=1, ls="--", zorder=1)
@@ -152,7 +146,7 @@ def draw_frontier(points, ylabel="ms a step"):
 
 def draw_budget(points, whole):
     "The fewest FLOPs for each budget, in % of `whole`: `points` are those of `fusion_budget.frontier`."
-    fig, ax = _axes(figsize=(6.4, 3.2))
+    fig, ax = show.axes(figsize=(6.4, 3.2))
     xs, ys = ([f(p) for p in sorted(points)] for f in (lambda p: p[0] / 1e3, lambda p: 100 * p[1] / whole))
     ax.step([*xs, 1.08 * xs[-1]], [*ys, ys[-1]], where="post", color=show.COLOURS[0], lw=1.2)
     ax.plot(xs, ys, "o", color=show.COLOURS[0], ms=4)
@@ -162,7 +156,7 @@ def draw_budget(points, whole):
 
 def draw_attention(found):
     "Memory and time of attention against sequence length, {label: [(length, bytes, seconds), …]}."
-    fig, (left, right) = _axes(1, 2, figsize=(7.4, 3.4))
+    fig, (left, right) = show.axes(1, 2, figsize=(7.4, 3.4))
     for label, rows in found.items():
         lengths, sizes, seconds = zip(*rows, strict=True)
         left.loglog(lengths, [b / 1e6 for b in sizes], "o-", label=label)
@@ -177,11 +171,3 @@ def draw_attention(found):
 
 
 # --- text ---------------------------------------------------------------------------
-
-
-def table(header, rows):
-    "Rows as lines in columns, whole numbers with thousands marked; the first column to the left."
-    cells = [header, *([f"{c:,}" if type(c) is int else str(c) for c in row] for row in rows)]
-    wide = [max(len(r[i]) for r in cells) for i in range(len(header))]
-    lines = ["  ".join((c.rjust if i else c.ljust)(wide[i]) for i, c in enumerate(r)) for r in cells]
-    return "\n".join(line.rstrip() for line in lines)

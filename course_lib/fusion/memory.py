@@ -1,103 +1,30 @@
-"""What a training step holds in memory: over time, at its peak, for the backward pass. And recomputing it.
-
-On a GPU memory is the allocator's, read after each operator; nothing waits for that. On a CPU the bytes of
-the storages that are alive are counted, the same on every machine. What existed before is left out.
-"""
+"What a training step holds in memory over time (`meter.Memory`) and for the backward pass; recomputing it."
 
 import contextlib
 import functools
-import sys
-import weakref
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from course_lib.meter import modes as meter_modes
+from course_lib import machine, meter
 
 CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
-class Watch(TorchDispatchMode):
-    """The memory line of a block of code: `line`, [(operator, bytes alive after it), …], and its `peak`.
-
-    `mark()` notes a moment in `marks`: its position in the line and the bytes alive then. For eager code:
-    under a dispatch mode a compiled function would run eagerly, and raises RuntimeError.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return True
-
-    def __init__(self, allocator=None):
-        super().__init__()
-        self.allocator = torch.cuda.is_available() if allocator is None else allocator
-        self.line, self.marks, self.peak, self.now = [], [], 0, 0
-        self._sizes = {}  # of the storages that are alive and were made in the block
-        self._start = torch.cuda.memory_allocated() if self.allocator else 0
-
-    def mark(self):
-        "Note this moment: the end of the forward pass, for one."
-        self.marks.append((len(self.line), self.now))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "torch._dynamo" in sys.modules and meter_modes._inside_compiled():
-            raise RuntimeError("the memory of a compiled function can't be watched: watch what was compiled")
-        out = func(*args, **(kwargs or {}))
-        if self.allocator:
-            self.now = torch.cuda.memory_allocated() - self._start
-        else:
-            given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-            for t in _tensors(out):
-                self._add(t.untyped_storage(), given)
-        self.line.append((func._schema.name.split("::")[1], self.now))
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _add(self, storage, given):
-        key = storage._cdata
-        if key in self._sizes or key in given:
-            return
-        self._sizes[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        weakref.finalize(storage, self._free, key)
-
-    def _free(self, key):
-        self.now -= self._sizes.pop(key, 0)
-
-
-def _tensors(tree):
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
-
-
 def peak(step):
-    """Bytes alive at the worst moment of `step()`, beyond what was there before it.
-
-    On a GPU the allocator's high-water mark, compiled code included. On a CPU storages are counted by
-    `Watch`, which refuses compiled code with RuntimeError.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with Watch(allocator=False) as watch:
-        step()
-    return watch.peak
+    "Bytes alive at the worst moment of `step()`, beyond what was there before it, on this machine's device."
+    return meter.peak_memory(step, device=machine.device().type)
 
 
-def over_time(run, x, allocator=None):
-    "The `Watch` of a training step: forward pass `run(x)`, a mark, backward pass of its mean square."
-    with Watch(allocator) as watch:
+def over_time(run, x):
+    "The `meter.Memory` of a training step: forward pass `run(x)`, a mark, backward pass of its mean square."
+    with meter.Memory(x.device.type) as memory:
         loss = run(x).square().mean()
-        watch.mark()
+        memory.mark()
         loss.backward()
-    return watch
+    return memory
 
 
 def saved(fn, *args, leave_out=()):

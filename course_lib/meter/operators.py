@@ -4,7 +4,7 @@ The portable list holds operators that are the same on a CPU and on a GPU, so a 
 is true of both. FLOPs by class:
 
     contraction    mm bmm addmm baddbmm mv addmv dot convolution   2 for each multiply-add
-                   and fused attention, where meter.count(portable=False) allows it
+                   and, off the portable list, fused attention and what torch's FLOP counter knows
     normalisation  softmax, log_softmax        5 an element, backward 4
                    layer_norm                  5 an element, 1 for the weight, 1 for the bias;
                                                backward 10 an element, 3 for weight and bias
@@ -13,14 +13,15 @@ is true of both. FLOPs by class:
     elementwise    point-wise operators        1 an element of the result, whatever the function
                    fills, copies, casts, cat, indexing, random numbers    0
 
-The FLOPs of contractions are exact, and what torch's FLOP counter says. Those of the other classes are the
-customary estimates: softmax and layer norm as in "Data Movement Is All You Need" (arXiv 2007.00072), whose
-three classes these are.
+The FLOPs of contractions are exact. torch's FLOP counter gives the same, except for the backward pass of a
+grouped convolution, where it counts the weight's gradient once for each group. Those of the other classes
+are the customary estimates: softmax and layer norm as in "Data Movement Is All You Need" (arXiv 2007.00072),
+whose three classes these are. Off the list, point-wise operators and those of NO_MATMUL count 1 for each
+element that they write; the FLOPs of any other operator are None.
 """
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -77,34 +78,38 @@ FIRST_FACTOR = {
 }  # fmt: skip
 CONTRACTIONS = frozenset(FIRST_FACTOR) | {"convolution", "convolution_backward"}
 
-# Not the same operators on the CPU and on a GPU, and what to use; a name stands for all that hold it.
+PORTABLE = {
+    **dict.fromkeys(FILLS | COPIES | POINTWISE, ELEMENTWISE),
+    **dict.fromkeys(REDUCTIONS | set(PER_ELEMENT) | LAYER_NORM, NORMALISATION),
+    **dict.fromkeys(CONTRACTIONS, CONTRACTION),
+}
+# Off the list; a name stands for all that hold it. No matmul is in them.
+NO_MATMUL = (
+    "batch_norm", "group_norm", "rms_norm", "dropout", "bernoulli", "one_hot", "_foreach", "_fused_adam",
+    "_fused_sgd", "unique", "bincount", "multinomial", "randperm", "upsample", "pool", "pad", "grid_sampler",
+)  # fmt: skip
+
+# Not the same operators on the CPU and on a GPU, and what to use; a word stands for all names that hold it.
 INSTEAD = {
     "rms_norm": "write x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()",
     "one_hot": "write (labels[:, None] == torch.arange(classes)).float()",
-    "bernoulli": "draw a mask with torch.rand(shape) < p, or switch dropout off with model.eval()",
-    "dropout": "draw a mask with torch.rand(shape) < p, or switch dropout off with model.eval()",
+    "bernoulli dropout": "draw a mask with torch.rand(shape) < p, or switch dropout off with model.eval()",
     "batch_norm": "use layer norm, or eval mode with the normalisation written out",
-    "scaled_dot_product": "write it out, torch.softmax(q @ k.mT / d**0.5, -1) @ v",
-    "attention": "write it out, torch.softmax(q @ k.mT / d**0.5, -1) @ v",
+    "scaled_dot_product attention": "write it out, torch.softmax(q @ k.mT / d**0.5, -1) @ v",
     "_transformer_encoder": "write the layer out",
     "_foreach": "pass foreach=False to the optimizer or to clip_grad_norm_",
     "_fused_": "pass fused=False and foreach=False to the optimizer",
     "allclose": "use torch.isclose and .all()",
     "equal": "use (a == b).all()",
-    "rnn": "write the cell out",
-    "lstm": "write the cell out",
-    "gru": "write the cell out",
+    "rnn lstm gru": "write the cell out",
 }
 
-# Arguments that the kernel is handed and does not read.
+# An argument that the kernel is handed and does not read.
 UNREAD = {
-    "nll_loss_backward": ("self",),
-    "nll_loss2d_backward": ("self",),
-    "max_pool2d_with_indices_backward": ("self",),
-    "_adaptive_avg_pool2d_backward": ("self",),
-    "avg_pool2d_backward": ("self",),
-    "native_layer_norm_backward": ("bias",),
-}
+    "nll_loss_backward": "self", "nll_loss2d_backward": "self", "max_pool2d_with_indices_backward": "self",
+    "_adaptive_avg_pool2d_backward": "self", "avg_pool2d_backward": "self",
+    "native_layer_norm_backward": "bias",
+}  # fmt: skip
 # Tables: of these only the elements that are taken are read.
 TABLES = {
     "embedding": "weight", "index_select": "self", "gather": "self", "take": "self", "index": "self",
@@ -114,43 +119,33 @@ TABLES = {
 PUTS = _words("index_put _index_put_impl index_add index_copy index_fill scatter scatter_add scatter_reduce")
 
 
-class Cost(NamedTuple):
-    "What one call of an operator reads and writes, in bytes, its FLOPs, and its class."
-
-    read: int
-    written: int
-    flops: int
-    kind: str
-
-
 @functools.cache
 def name(func):
-    "An operator's name as the tables have it: no namespace, overload or in-place underscore."
-    base = func._schema.name.split("::")[1]
+    "An operator's name as the tables have it: without overload, in-place underscore and `aten::`."
+    base = func._schema.name.removeprefix("aten::")
     return base[:-1] if base.endswith("_") and not base.endswith("__") and func._schema.is_mutable else base
 
 
+@functools.cache
 def op_class(op):
     "The class of an operator by its name (in-place forms too): one of CLASSES, or 'other'."
-    for key in (op, op.removesuffix("_")):
-        if key in CONTRACTIONS or "scaled_dot_product" in key:
-            return CONTRACTION
-        if key in REDUCTIONS or key in PER_ELEMENT or key in LAYER_NORM:
-            return NORMALISATION
-        if key in POINTWISE or key in COPIES or key in FILLS:
-            return ELEMENTWISE
-    return OTHER
+    kind = PORTABLE.get(op) or PORTABLE.get(op.removesuffix("_"))
+    return kind or (CONTRACTION if "scaled_dot_product" in op or _formula(op) else OTHER)
+
+
+def _formula(op):
+    "What torch's FLOP counter has for an operator, or None."
+    from torch.utils.flop_counter import flop_registry
+
+    space, _, base = op.rpartition("::")
+    known = base.isidentifier() and (space or "aten").isidentifier()
+    return flop_registry.get(getattr(getattr(torch.ops, space or "aten"), base, None)) if known else None
 
 
 @functools.cache
 def is_free(func):
     "Does this operator only make a view, relabel a tensor or allocate? Such operators count nothing."
-    return (
-        func.is_view
-        or name(func) in ALLOCATIONS
-        or name(func) in RELABELS
-        or torch.Tag.inplace_view in func.tags
-    )
+    return func.is_view or name(func) in ALLOCATIONS | RELABELS or torch.Tag.inplace_view in func.tags
 
 
 @functools.cache
@@ -160,15 +155,9 @@ def is_composite(func):
     return has("CompositeImplicitAutograd") and not has("CPU")
 
 
-@functools.cache
-def is_portable(func):
-    "Is this operator on the portable list?"
-    return func.namespace == "aten" and op_class(name(func)) != OTHER and "scaled_dot" not in name(func)
-
-
 def instead_of(op):
     "What to use in place of an operator that is not portable."
-    return next((text for part, text in INSTEAD.items() if part in op), None)
+    return next((text for parts, text in INSTEAD.items() if any(p in op for p in parts.split())), None)
 
 
 def tensors(value):
@@ -187,20 +176,15 @@ def arguments(func, args, kwargs):
 
 
 def region(t):
-    """The elements a tensor covers, as a key and their size in bytes.
+    """The elements a strided tensor covers, as a key and their size in bytes.
 
     A broadcast dimension (stride 0) covers its elements once; a transposed view covers the same elements as
     the original and has the same key. What is read twice in one operator is thus counted once.
     """
     if not t.numel():
         return None, 0
-    if t.layout is not torch.strided:  # meter refuses sparse tensors where it counts bytes
-        return id(t), t.numel() * t.element_size()
-    dims = sorted(
-        (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if stride and size > 1
-    )
     merged = []
-    for stride, size in dims:
+    for stride, size in sorted((d, n) for d, n in zip(t.stride(), t.shape, strict=True) if d and n > 1):
         if merged and stride == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
         else:
@@ -212,48 +196,56 @@ def region(t):
     return (t.untyped_storage()._cdata, t.storage_offset() * size, size, tuple(merged)), unique * size
 
 
-def _storage(t):
-    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
-
-
 def covered(found):
     "Bytes of the distinct elements that a list of tensors covers."
     return sum(dict(region(t) for t in found).values())
 
 
-def cost(func, args, kwargs, result):
-    "The `Cost` of a call of `func` that returned `result`."
+def cost(func, args, kwargs, result, count_bytes=True):
+    """(bytes read, bytes written, FLOPs) of a call of `func` that gave `result`; None if it wrote nothing.
+
+    The bytes are None without `count_bytes`, the FLOPs where they are not known.
+    """
     op, given = name(func), arguments(func, args, kwargs)
     changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    if changed:
-        written = [t for k in changed for t in tensors(given.get(k))]
-    else:
-        old = {_storage(t) for v in given.values() for t in tensors(v)}
+    written = tensors([given.get(k) for k in changed])
+    if not changed:
+        old = {_storage(t) for t in tensors(list(given.values()))}
         written = [t for t in tensors(result) if _storage(t) not in old]
-    if changed and op in PUTS and "out" not in given:
-        read, wrote = _put(op, given)
-    else:
-        outs = {a.name for a in func._schema.arguments if a.is_out}
-        read, wrote = _read(op, given, outs, written), covered(written) + _statistics(op, written)
-    return Cost(read, wrote, _flops(op, given, written), op_class(op))
+    if not any(t.numel() for t in written):
+        return None
+    flops = _flops(op, given, written)
+    if flops is None and (formula := _formula(op)):
+        flops = formula(*args, **kwargs, out_val=result)
+    elif flops is None and (torch.Tag.pointwise in func.tags or any(part in op for part in NO_MATMUL)):
+        flops = sum(t.numel() for t in written)
+    if any(t.layout is not torch.strided for t in tensors(list(given.values()))):
+        flops = None
+    if not count_bytes:
+        return None, None, flops
+    if op in PUTS and changed and "out" not in given:
+        return *_put(op, given), flops
+    outs = {a.name for a in func._schema.arguments if a.is_out}
+    return _read(op, given, outs, written), covered(written) + _statistics(op, written), flops
+
+
+def _storage(t):
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 
 
 def _read(op, given, outs, written):
-    skip = outs | set(UNREAD.get(op, ()))
-    extra = 0
+    skip, extra = outs | {UNREAD.get(op), TABLES.get(op)}, 0
     if op in FILLS:
         skip |= set(given) - {"value"}  # the likes of zeros_like take a tensor only for its shape
     elif op == "copy" or (op in FIRST_FACTOR and given.get("beta", 1) == 0):
         skip.add("self")
     elif op in TABLES:
-        skip.add(TABLES[op])
         extra = sum(t.numel() * t.element_size() for t in written)
     elif op in ("nll_loss_forward", "nll_loss2d_forward"):  # one element a row
         skip.add("self")
         extra = given["target"].numel() * given["self"].element_size()
     elif op == "convolution_backward":
-        mask = given["output_mask"]
-        skip |= {k for k, used in (("weight", mask[0]), ("input", mask[1])) if not used}
+        skip |= {k for k, used in zip(("weight", "input"), given["output_mask"], strict=False) if not used}
     elif op == "native_layer_norm_backward":
         extra = _statistics(op, [None, given["mean"], given["rstd"]])
     return covered([t for k, v in given.items() if k not in skip for t in tensors(v)]) + extra
@@ -268,19 +260,17 @@ def _statistics(op, found):
 
 def _put(op, given):
     "Bytes read and written where an index says which elements of `self` change."
-    into, index = given["self"], given.get("index")
+    into, index, indices = given["self"], given.get("index"), given.get("indices")
     size = into.element_size()
-    masked = is_masked(given.get("indices"))
-    if masked and given["values"].numel() == 1:  # becomes a masked fill: looks at every element
-        return covered(tensors([into, given["indices"], given["values"]])), covered([into])
-    if op.endswith("index_put") or op == "_index_put_impl":
-        n = _indexed(into, given["indices"])
+    if is_masked(indices) and given["values"].numel() == 1:  # a masked fill: looks at every element
+        return covered(tensors([into, indices, given["values"]])), covered([into])
+    if indices is not None:
+        at = tuple(slice(None) if t is None else t for t in indices)
+        n = into.new_zeros(()).expand(into.shape)[at].numel()
     elif op == "index_fill":
         n = index.numel() * into.numel() // max(1, into.size(given["dim"]) if into.dim() else 1)
-    elif op in ("index_add", "index_copy"):
-        n = given["source"].numel()
     else:
-        n = index.numel()
+        n = given.get("source", index).numel()
     read = covered([t for k, v in given.items() if k not in ("self", "src") for t in tensors(v)])
     if "src" in given:  # may be larger than the index
         read += min(n * size, region(given["src"])[1])
@@ -292,23 +282,6 @@ def _put(op, given):
 def is_masked(indices):
     "Is there a boolean mask among the tensors of an index?"
     return any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
-
-
-def _indexed(into, indices):
-    "How many elements `into[indices]` names."
-    shapes, rest, dim = [], 1, 0
-    for t in indices:
-        if t is None:
-            rest *= into.size(dim)
-            dim += 1
-        elif is_masked([t]):
-            # A GPU waits for this count in the operator itself, so that asking again adds no sync.
-            shapes.append((int(t.count_nonzero()),))
-            dim += t.dim()
-        else:
-            shapes.append(tuple(t.shape))
-            dim += 1
-    return math.prod(torch.broadcast_shapes(*shapes)) * rest * math.prod(into.shape[dim:])
 
 
 def _flops(op, given, written):
@@ -335,4 +308,4 @@ def _flops(op, given, written):
         return given["target"].numel()
     if op in PER_ELEMENT or op in REDUCTIONS:
         return PER_ELEMENT.get(op, 1) * next(t.numel() for v in given.values() for t in tensors(v))
-    return out if op in POINTWISE else 0
+    return out if op in POINTWISE else 0 if op in PORTABLE else None

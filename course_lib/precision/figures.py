@@ -7,15 +7,9 @@ from course_lib import precision, show
 FIELDS = {"sign": show.COLOURS[6], "exponent": show.COLOURS[1], "fraction": show.COLOURS[0]}
 
 
-def _axes(**kw):
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(**kw)
-
-
 def draw_lines(lines, xlabel, ylabel, log="", title="", styles=None):
     "Curves of {label: ys} or {label: (xs, ys)}; `log` names logarithmic axes; `styles` is {label: style}."
-    fig, ax = _axes()
+    fig, ax = show.axes()
     for label, ys in lines.items():
         xs, ys = ys if isinstance(ys, tuple) else (range(len(ys)), ys)
         ax.plot(xs, ys, (styles or {}).get(label, "-"), label=label)
@@ -29,7 +23,7 @@ def draw_lines(lines, xlabel, ylabel, log="", title="", styles=None):
 def draw_formats(formats=None):
     "The bits of each format, field by field, and the powers of two it reaches."
     formats = formats or precision.FORMATS
-    fig, (left, right) = _axes(ncols=2, figsize=(9.2, 3.1), sharey=True)
+    fig, (left, right) = show.axes(ncols=2, figsize=(9.2, 3.1), sharey=True)
     for row, f in enumerate(formats.values()):
         start = 0
         for field, width in (("sign", 1), ("exponent", f.exponent), ("fraction", f.fraction)):
@@ -54,7 +48,7 @@ def draw_formats(formats=None):
 def view_bits(data):
     "The explorer's figure: the bits of one number in each format, the number stored, its relative error."
     rows = data["rows"]
-    fig, ax = _axes(figsize=(9.2, 3.2))
+    fig, ax = show.axes(figsize=(9.2, 3.2))
     end = max(len(r["bits"]) for r in rows)
     for y, r in enumerate(rows):
         for x, bit in enumerate(r["bits"]):
@@ -76,7 +70,7 @@ def view_bits(data):
 
 def draw_exponents(gradients, names=("fp16", "bf16", "e5m2", "e4m3")):
     "How often each power of two occurs among gradients, {label: tensor}, above the ranges of the formats."
-    fig, axes = _axes(
+    fig, axes = show.axes(
         nrows=len(gradients) + 1, figsize=(7.6, 1.7 * len(gradients) + 1.6), sharex=True,
         height_ratios=[2] * len(gradients) + [1.4],
     )  # fmt: skip
@@ -100,7 +94,7 @@ def draw_exponents(gradients, names=("fp16", "bf16", "e5m2", "e4m3")):
 
 def draw_scaling(trained):
     "Loss and loss scale of a run, one above the other."
-    fig, (top, bottom) = _axes(nrows=2, figsize=(6.4, 4.2), sharex=True)
+    fig, (top, bottom) = show.axes(nrows=2, figsize=(6.4, 4.2), sharex=True)
     top.plot(trained.losses)
     top.set(ylabel="loss")
     bottom.plot(trained.scales, color=show.COLOURS[1], drawstyle="steps-post")
@@ -112,7 +106,7 @@ def draw_scaling(trained):
 def draw_contest(runs, verdicts):
     "Each arm's final loss, a dot a seed, and how many times faster than fp32 a step is."
     arms = list(runs)
-    fig, (left, right) = _axes(ncols=2, figsize=(8.6, 0.9 + 0.42 * len(arms)), sharey=True)
+    fig, (left, right) = show.axes(ncols=2, figsize=(8.6, 0.9 + 0.42 * len(arms)), sharey=True)
     base = [r.valid for r in runs["fp32"]]
     left.axvspan(min(base), max(base), color=show.COLOURS[6], alpha=0.12, lw=0)
     for row, arm in enumerate(arms):

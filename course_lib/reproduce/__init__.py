@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from course_lib import files
 from course_lib.reproduce import comparison as compare
 from course_lib.reproduce import manifest as manifests
 from course_lib.reproduce.manifest import ManifestError, describe, load, save
@@ -92,7 +93,8 @@ def run(fn, config, *, seed=0, folder=None, deterministic=False):
     made |= {"settings": settings, "result": found, "seconds": seconds}
     folder.mkdir(parents=True, exist_ok=True)
     on_cpu = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), result)
-    manifests.write(folder / "result.pt", lambda path: torch.save(on_cpu, path))
+    with files.replacing(folder / "result.pt") as tmp:
+        torch.save(on_cpu, tmp)
     save(made, folder / "manifest.json")
     return Run(result, made, folder)
 
@@ -202,14 +204,6 @@ def main(arguments):
     with contextlib.suppress(BrokenPipeError):
         print(done)
     if arguments[1:2] == ["--out"]:
-        manifests.write(
-            Path(arguments[2]), lambda p: p.write_text(json.dumps(done, default=repr), encoding="utf-8")
-        )
+        with files.replacing(arguments[2]) as tmp:
+            tmp.write_text(json.dumps(done, default=repr), encoding="utf-8")
     return 0 if done.same else 1
-
-
-if __name__ == "__main__":
-    # Run as a script this file is another module than the one that the functions import.
-    from course_lib import reproduce
-
-    sys.exit(reproduce.main(sys.argv[1:]))

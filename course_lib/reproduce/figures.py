@@ -6,12 +6,6 @@ from course_lib.reproduce.determinism import Price
 BLUE, ORANGE, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[6]
 
 
-def _axes(*shape, **kw):
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(*shape, **kw)
-
-
 def said(prediction, measured, unit=""):
     "One sentence that compares a prediction (None: none was written) with a count or a number."
     unit = f" {unit}" if unit else ""
@@ -22,7 +16,7 @@ def said(prediction, measured, unit=""):
 
 def draw_orders(sums, exact):
     "How often each answer of `in_orders` came, by its distance from the exact sum."
-    fig, ax = _axes()
+    fig, ax = show.axes()
     ax.hist((sums - exact).numpy(), bins=40, color=BLUE)
     ax.axvline(0, color=ORANGE)
     ax.set_ylim(0, 1.15 * ax.get_ylim()[1])  # room for the word
@@ -41,7 +35,7 @@ def draw_orders(sums, exact):
 
 def draw_errors(data):
     "The explorer of sums: for each method the median error of the draws, and the band from least to largest."
-    fig, ax = _axes()
+    fig, ax = show.axes()
     n, floor = data["n"], data["roundoff"] / 100
     for name, e in data["errors"].items():
         e = e.clamp(min=floor)  # an exact sum has no place on a logarithmic axis
@@ -58,7 +52,7 @@ def draw_errors(data):
 
 def draw_losses(one, other, names):
     "Two runs' losses, step by step, and below how far they are apart."
-    fig, (top, low) = _axes(2, 1, figsize=(6.4, 4.4), sharex=True, height_ratios=(3, 2))
+    fig, (top, low) = show.axes(2, 1, figsize=(6.4, 4.4), sharex=True, height_ratios=(3, 2))
     for losses, name, style in zip((one, other), names, ("-", "--"), strict=True):
         top.plot(losses, style, label=name, lw=1)
     top.set(ylabel="loss", title="the same run twice")
@@ -77,13 +71,12 @@ def draw_losses(one, other, names):
 
 def prices_table(found):
     "A list of `Price` as text."
-    lines = [f"{'operator':26}{'answers of 10':>14}{'by default':>13}{'deterministic':>16}{'price':>9}"]
+    rows = []
     for p in found:
         after = "raises" if p.deterministic is None else f"{p.deterministic * 1e6:,.0f} µs"
         price = "none" if p.ratio is None else f"{p.ratio:.2f}x"
-        name = p.name.replace("_", " ")
-        lines.append(f"{name:26}{p.answers:>14}{p.seconds * 1e6:>10,.0f} µs{after:>16}{price:>9}")
-    return "\n".join(lines)
+        rows.append((p.name.replace("_", " "), p.answers, f"{p.seconds * 1e6:,.0f} µs", after, price))
+    return show.table(("operator", "answers of 10", "by default", "deterministic", "price"), rows)
 
 
 def note_prices(found):
@@ -108,7 +101,7 @@ def recorded_prices():
 def draw_prices(found, where):
     "Prices measured on `where` as bars, dearest first; operators that have no deterministic way are named."
     priced = sorted((p for p in found if p.ratio is not None), key=lambda p: p.ratio)
-    fig, ax = _axes(figsize=(6.4, 0.27 * len(priced) + 1.5))
+    fig, ax = show.axes(figsize=(6.4, 0.27 * len(priced) + 1.5))
     colours = [ORANGE if p.answers > 1 else BLUE for p in priced]
     bars = ax.barh([p.name.replace("_", " ") for p in priced], [p.ratio for p in priced], color=colours)
     ax.bar_label(bars, [f"{p.ratio:.2g}×" for p in priced], padding=3, fontsize=8)
@@ -132,7 +125,7 @@ def draw_prices(found, where):
 def draw_spread(runs):
     "Runs of one seed: each mode's final losses as dots, and the seconds of each."
     modes = list(dict.fromkeys(r.mode for r in runs))
-    fig, (left, right) = _axes(1, 2, figsize=(7.2, 3.2))
+    fig, (left, right) = show.axes(1, 2, figsize=(7.2, 3.2))
     for i, mode in enumerate(modes):
         mine = [r for r in runs if r.mode == mode]
         colour = show.COLOURS[i]
@@ -151,7 +144,7 @@ def draw_convergence(curves):
     "{mode: [(epochs, loss), …]} as lines."
     from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 
-    fig, ax = _axes()
+    fig, ax = show.axes()
     for (mode, points), style in zip(curves.items(), ("o-", "s--", "^:"), strict=False):
         ax.plot(*zip(*points, strict=True), style, label=mode)
     ax.set(xscale="log", yscale="log", xlabel="epochs", ylabel="training loss", title="three ways to train")

@@ -10,12 +10,11 @@ import math
 import os
 import platform
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
-from course_lib import machine
+from course_lib import files, machine
 from course_lib.reproduce import code as reproduce_code
 
 SCHEMA = 1
@@ -192,21 +191,8 @@ def _check_plain(value, where):
 
 def save(manifest, path):
     "Write a manifest as JSON; a reader sees the old file or the new one, never half of one."
-    text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
-    write(Path(path), lambda p: p.write_text(text, encoding="utf-8"))
-
-
-def write(path, writer):
-    "Let `writer(temporary path)` write a file, then put it at `path` in one step."
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(fd)
-    try:
-        writer(Path(tmp))
-        os.chmod(tmp, 0o644)
-        os.replace(tmp, path)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise
+    with files.replacing(path) as tmp:
+        tmp.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load(path):

@@ -1,12 +1,13 @@
 "Lesson resizing: train on small images, finish on large ones: what it costs, how it is done and compared."
 
-import contextlib
 import statistics
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from course_lib import meter
 
 
 def stage_flops(batch, channels, width, depth, height, side):
@@ -193,32 +194,7 @@ def graphs(sides, dynamic=None):
     A list of counts, one for each side. `dynamic=False` gives every shape a graph of its own; None, the
     default, tries a graph for all shapes at the second one. Dynamo alone is run, so nothing is generated.
     """
-    import torch._dynamo
-    from torch._dynamo.utils import counters
-
     net = nn.Sequential(nn.Conv2d(1, 2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))
-    torch._dynamo.reset()
-    counters.clear()
-    compiled, found = torch.compile(net, backend="eager", dynamic=dynamic), []
-    try:
-        with torch.no_grad(), _quiet("torch._dynamo"):
-            for side in sides:
-                compiled(torch.zeros(1, 1, side, side, device="cpu"))
-                found.append(counters["stats"]["unique_graphs"])
-    finally:
-        torch._dynamo.reset()
-    return found
-
-
-@contextlib.contextmanager
-def _quiet(name):
-    "Without the warning that a limit was reached, which is what is being counted."
-    import logging
-
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    first, *then = [torch.zeros(1, 1, side, side, device="cpu") for side in sides]
+    with torch.no_grad():
+        return meter.compiled(net, first, then=then, backend="eager", dynamic=dynamic).totals

@@ -75,9 +75,7 @@ class Task(NamedTuple):
         return net.to(machine.device(), memory_format=layout())
 
     def classes(self):
-        from course_lib import images
-
-        return len(images.CHARACTERS if self.source == "letters" else images.FACES)
+        return len(data.CHARACTERS if self.source == "letters" else data.FACES)
 
 
 def tasks(**changes):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from course_lib import machine, recorded
+from course_lib import machine, show
 from course_lib.meter import operators as portable
 
 # BERT-large's encoder on a V100: Ivanov et al., "Data Movement Is All You Need", arXiv 2007.00072, table 1.
@@ -117,7 +117,7 @@ def operand(values, n, dtype):
 
 def said(prediction, measured, unit):
     "One sentence that compares a prediction (None: none was written) with what came out."
-    shown = recorded.shown({"value": measured})
+    shown = show.number(measured)
     if not isinstance(prediction, int | float) or not prediction > 0:
         return f"{shown} {unit} (you wrote no prediction)"
     off = max(prediction / measured, measured / prediction)

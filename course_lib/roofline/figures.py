@@ -1,4 +1,4 @@
-"The figures of lesson roofline: functions of plain data that return a matplotlib figure, and a table."
+"The figures of lesson roofline: functions of plain data that return a matplotlib figure."
 
 import itertools
 import math
@@ -17,28 +17,9 @@ def recorded_classes(name):
     return {c: f["value"] for c, f in found.items()} if all(found.values()) else None
 
 
-def table(header, rows):
-    "Rows of text and numbers as lines in columns, numbers at three digits; the first column to the left."
-    cells = [header]
-    cells += [[c if isinstance(c, str) else _shown(c) for c in row] for row in rows]
-    wide = [max(len(r[i]) for r in cells) for i in range(len(header))]
-    lines = ["  ".join((c.rjust if i else c.ljust)(wide[i]) for i, c in enumerate(r)) for r in cells]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _shown(value):
-    return recorded.shown({"value": value})
-
-
-def _axes(n=1, **kw):
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, n, **kw)
-
-
 def draw_classes(bars, xlabel, unit=""):
     "Stacked bars of {label: {class: value}}, the first label on top; `unit` is written after each total."
-    fig, ax = _axes(figsize=(6.8, 1.2 + 0.4 * len(bars)))
+    fig, ax = show.axes(figsize=(6.8, 1.2 + 0.4 * len(bars)))
     totals = [sum(b[c] for c in CLASSES) for b in bars.values()]
     for i, c in enumerate(CLASSES):
         left = [sum(b[d] for d in CLASSES[:i]) for b in bars.values()]
@@ -46,9 +27,9 @@ def draw_classes(bars, xlabel, unit=""):
         ax.barh(list(bars), widths, left=left, color=show.COLOURS[i], label=NAMES[c])
         for row, (x, w) in enumerate(zip(left, widths, strict=True)):
             if w >= 0.06 * max(totals):
-                ax.text(x + w / 2, row, _shown(w), ha="center", va="center", color="white", fontsize=9)
+                ax.text(x + w / 2, row, show.number(w), ha="center", va="center", color="white", fontsize=9)
     for row, total in enumerate(totals if unit else ()):
-        ax.text(total, row, f" {_shown(total)} {unit}", va="center")
+        ax.text(total, row, f" {show.number(total)} {unit}", va="center")
     ax.invert_yaxis()
     ax.grid(False)
     ax.set(xlim=(0, max(totals) * (1.18 if unit else 1)), xlabel=xlabel)
@@ -58,7 +39,7 @@ def draw_classes(bars, xlabel, unit=""):
 
 def draw_sweep(rates):
     "TFLOP/s against the side of a square matmul, {n: FLOP/s}: all sizes logarithmic, the largest linear."
-    fig, (whole, top) = _axes(2, figsize=(7.6, 3.4), width_ratios=(3, 2))
+    fig, (whole, top) = show.axes(1, 2, figsize=(7.6, 3.4), width_ratios=(3, 2))
     ns, ys = list(rates), [r / 1e12 for r in rates.values()]
     roof = max(ys)
     whole.loglog(ns, ys, "o-", base=2)
@@ -75,7 +56,7 @@ def draw_sweep(rates):
 
 def draw_copies(curves):
     "GB/s against the size of a buffer, {label: {bytes: bytes/s}}."
-    fig, ax = _axes()
+    fig, ax = show.axes()
     for label, rates in curves.items():
         ax.semilogx(list(rates), [r / 1e9 for r in rates.values()], "o-", label=label)
     ticks = {2**14: "16 kB", 2**18: "256 kB", 2**22: "4 MB", 2**26: "64 MB", 2**30: "1 GB"}
@@ -89,7 +70,7 @@ def draw_copies(curves):
 
 def draw_roofline(machines, points=(), hollow=False):
     "Roofs of {name: (FLOP/s, bytes/s)} and points (label, FLOP per byte, FLOP/s), `hollow` where predicted."
-    fig, ax = _axes(figsize=(7.2, 4.4))
+    fig, ax = show.axes(figsize=(7.2, 4.4))
     low, high = 2.0**-7, 2.0**14
     for colour, (name, (flops, nbytes, *_)) in zip(show.COLOURS, machines.items(), strict=False):
         ridge = flops / nbytes
@@ -113,7 +94,7 @@ def draw_batches(times, costs, flops_roof, bytes_roof, crossing):
     "Milliseconds of a linear layer against its batch: {batch: s}, and what {batch: (FLOPs, bytes)} need."
     memory = {b: c[1] / bytes_roof for b, c in costs.items()}
     compute = {b: c[0] / flops_roof for b, c in costs.items()}
-    fig, ax = _axes()
+    fig, ax = show.axes()
     for ys, style, label in (
         (memory, {"color": ORANGE, "ls": "--"}, "least time for the bytes"),
         (compute, {"color": BLUE, "ls": "--"}, "least time for the FLOPs"),
@@ -132,7 +113,7 @@ def draw_batches(times, costs, flops_roof, bytes_roof, crossing):
 
 def draw_cold(seconds, rates, samples):
     "One matmul from cold: TFLOP/s over time, and nvidia-smi's (seconds, MHz, W), where there are samples."
-    fig, (up, down) = _axes(2, figsize=(7.6, 3.2))
+    fig, (up, down) = show.axes(1, 2, figsize=(7.6, 3.2))
     up.plot(seconds, [r / 1e12 for r in rates])
     up.set(xlabel="seconds since idle", ylabel="TFLOP/s", ylim=(0, None))
     at = [s for s in samples if 0 <= s[0] <= seconds[-1]]
@@ -145,7 +126,7 @@ def draw_cold(seconds, rates, samples):
 
 def draw_rates(rates, unit, log=False):
     "Horizontal bars of {label: value}, each with its value at its end."
-    fig, ax = _axes(figsize=(6.4, 1.0 + 0.34 * len(rates)))
+    fig, ax = show.axes(figsize=(6.4, 1.0 + 0.34 * len(rates)))
     ax.barh(list(rates), list(rates.values()), color=BLUE, log=log)
     for row, v in enumerate(rates.values()):
         ax.text(v, row, f" {v:.3g}", va="center")
@@ -159,7 +140,7 @@ def draw_rates(rates, unit, log=False):
 
 def draw_growth(runs):
     "FLOPs of known training runs against their year, [(name, year, FLOPs), …], and the line through them."
-    fig, ax = _axes()
+    fig, ax = show.axes()
     years, logs = [r[1] for r in runs], [math.log10(r[2]) for r in runs]
     slope, at_zero = statistics.linear_regression(years, logs)
     ax.semilogy(years, [r[2] for r in runs], "o", color=BLUE)
@@ -174,7 +155,7 @@ def draw_growth(runs):
 
 def view_run(data):
     "The explorer's figure: days against GPUs, with the chosen run marked."
-    fig, ax = _axes(figsize=(6.4, 4.0))
+    fig, ax = show.axes(figsize=(6.4, 4.0))
     for (m, curve), style in zip(data["curves"].items(), (":", "--", "-."), strict=False):
         chosen = m == data["mfu"]
         ax.loglog(data["counts"], curve, color=BLUE if chosen else GREY, lw=2 if chosen else 1,

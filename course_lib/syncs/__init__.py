@@ -4,11 +4,9 @@
 three witnesses say so: `finder_waits`, `fake_waits` and, where there is a GPU, `driver_waits`.
 """
 
-import linecache
 import math
-import sys
 import warnings
-from pathlib import Path
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -35,21 +33,9 @@ class Wait(NamedTuple):
     code: str
 
 
-class Places(list):
-    "Places as meter appends them, each with the code of its line."
-
-    def append(self, where):
-        super().append((where, _code(where, sys._getframe(1))))
-
-
-def _code(where, frame):
-    "The code of the line that meter calls `where`, which is on the stack at this moment."
-    while frame is not None:
-        path, line = frame.f_code.co_filename, frame.f_lineno
-        if where in (f"{Path(path).name}:{line}", f"cell:{line}") and "meter" not in Path(path).stem:
-            return linecache.getline(path, line).strip()
-        frame = frame.f_back
-    return ""
+def places(counts):
+    "Where and in which code Python waited, as a list with an element for each sync of meter's counts."
+    return list(zip(counts.where, counts.code, strict=True))
 
 
 def find(fn, *args, **kwargs):
@@ -61,12 +47,8 @@ def find(fn, *args, **kwargs):
     compiled code and torch.cuda.synchronize, nor, on a machine without a GPU, copies to it.
     """
     with meter.count(portable=False) as counts:
-        counts.where = Places()
         fn(*args, **kwargs)
-    times = {}
-    for place in counts.where:
-        times[place] = times.get(place, 0) + 1
-    return [Wait(where, n, code) for (where, code), n in times.items()]
+    return [Wait(where, n, code) for (where, code), n in Counter(places(counts)).items()]
 
 
 def report(found):

@@ -39,7 +39,6 @@ def _one_training(answer, model, batches, every, want, lines, twin):
     weight = next(model.parameters())
 
     with meter.count(portable=False) as counts:
-        counts.where = syncs.Places()
 
         def feed():
             version = weight._version
@@ -51,7 +50,7 @@ def _one_training(answer, model, batches, every, want, lines, twin):
                 )
                 version = weight._version
                 yield x, y
-            seen["where"] = list(counts.where)
+            seen["where"] = syncs.places(counts)
 
         got = core.call(answer, model, opt, feed(), logged.append, every)
     core.require("where" in seen, f"not all of the {len(batches)} batches were used")
@@ -120,7 +119,6 @@ def _one_watch(answer, every, bad, value, slow):
     steps = 12 * every + 9
     where = f"every = {every} on a {'slow' if slow else 'fast'} GPU"
     with meter.count(portable=False) as counts:
-        counts.where = syncs.Places()
         world = inputs.World(counts, 1.0, 30.0 if slow else 0.5)
         watch = core.call(answer, world.fetch, every)
         told = None
@@ -130,7 +128,7 @@ def _one_watch(answer, every, bad, value, slow):
             if _said(watch, loss):
                 told = i
                 break
-    _no_sync(counts.where, f"{steps} steps with {where}")
+    _no_sync(syncs.places(counts), f"{steps} steps with {where}")
     core.require(not world.early, f"with {where}, a copy was read before it was ready")
     _judge_watch(world, every, bad, told, steps, slow, where)
 
@@ -193,7 +191,7 @@ def pool(answer):
         core.call(got, x, lengths)
         counts.append((n, t, got.counts))
     for n, t, c in counts:
-        _no_sync(c.where, f"a batch of {n}")
+        _no_sync(syncs.places(c), f"a batch of {n}")
         core.require(
             c.ops == counts[0][2].ops,
             f"{counts[0][2].ops} operators for {counts[0][0]} samples of {counts[0][1]} rows, and {c.ops} "
@@ -206,7 +204,6 @@ def _counted(answer):
     @functools.wraps(answer, assigned=("__name__",) if hasattr(answer, "__name__") else (), updated=())
     def run(*args):
         with meter.count(portable=False) as run.counts:
-            run.counts.where = syncs.Places()
             return answer(*args)
 
     return run

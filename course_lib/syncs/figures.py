@@ -7,12 +7,6 @@ from course_lib.syncs import trace as syncs_trace
 KINDS = {"launch": ("asks", 0), "wait": ("waits", 1), "python": ("something else", 3), "kernel": ("works", 2)}
 
 
-def _axes(rows=1, **kw):
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(rows, 1, **kw)
-
-
 def _lanes(ax, spans, until=None):
     "Python above and the GPU below, from a simulated queue's spans."
     for kind, (_, colour) in KINDS.items():
@@ -37,7 +31,7 @@ def _legend(ax, kinds):
 
 def draw_queues(queues):
     "Timelines of simulated queues, {title: Queue}, one below the other on one scale of µs."
-    fig, axes = _axes(len(queues), figsize=(6.8, 0.8 + 1.25 * len(queues)), sharex=True, squeeze=False)
+    fig, axes = show.axes(len(queues), figsize=(6.8, 0.8 + 1.25 * len(queues)), sharex=True, squeeze=False)
     end = max(q.total for q in queues.values())
     for ax, (title, q) in zip(axes[:, 0], queues.items(), strict=True):
         _lanes(ax, q.spans, until=1.02 * end)
@@ -51,7 +45,7 @@ def draw_queues(queues):
 
 def view_queue(data):
     "The explorer's figure: the timeline, and what it says."
-    fig, ax = _axes(figsize=(6.8, 2.4))
+    fig, ax = show.axes(figsize=(6.8, 2.4))
     _lanes(ax, data["spans"], until=1.02 * data["total"])
     slower = data["total"] / data["clean"]
     ax.set_title(
@@ -73,7 +67,7 @@ def draw_trace(events, gap=None, most=4, zoom=None):
     first = min(e["ts"] for e in spans)
     lanes = sorted({(e["cat"] in syncs_trace.GPU_WORK, str(e["pid"]), str(e["tid"])) for e in spans})
     kept = [lane for on_gpu in (False, True) for lane in [k for k in lanes if k[0] == on_gpu][:most]]
-    fig, ax = _axes(figsize=(6.8, 1.1 + 0.5 * len(kept)))
+    fig, ax = show.axes(figsize=(6.8, 1.1 + 0.5 * len(kept)))
     for (label, height), cats in _LAYERS.items():
         for colour, waits in ((_COLOUR[label], False), (show.COLOURS[1], True)):
             found = [
@@ -115,7 +109,7 @@ _CATS = set().union(*_LAYERS.values())
 
 def draw_loops(sizes, times):
     "ms a step of several loops against a network's width: `times` is {label: [seconds, …]}."
-    fig, ax = _axes()
+    fig, ax = show.axes()
     for label, seconds in times.items():
         ax.semilogx(sizes, [1e3 * s for s in seconds], "o-", label=label)
     ax.set_xscale("log", base=2)
@@ -128,7 +122,7 @@ def draw_loops(sizes, times):
 
 def draw_slow(seconds, found, planted=(), title=""):
     "Step times in ms with the reported steps marked, and the planted ones circled."
-    fig, ax = _axes()
+    fig, ax = show.axes()
     ms = [1e3 * s for s in seconds]
     ax.plot(ms, lw=0.8, color=show.COLOURS[0])
     ax.plot(found, [ms[i] for i in found], "o", color=show.COLOURS[1], ms=5, label=f"{len(found)} reported")
@@ -142,13 +136,3 @@ def draw_slow(seconds, found, planted=(), title=""):
     ax.set_title(title, fontsize=10)
     ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     return fig
-
-
-def table(header, rows):
-    "Rows of text as lines in columns, the first column to the left."
-    cells = [header, *rows]
-    wide = [max(len(str(r[i])) for r in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join((str(c).rjust if i else str(c).ljust)(wide[i]) for i, c in enumerate(r)).rstrip()
-        for r in cells
-    )

@@ -5,15 +5,6 @@ from course_lib import machine, recorded, show
 BLUE, RED, GREEN, PINK, AMBER, SKY, GREY = show.COLOURS
 
 
-def table(header, rows):
-    "Rows of text and numbers as lines in columns, numbers at three digits; the first column to the left."
-    cells = [header]
-    cells += [[c if isinstance(c, str) else recorded.shown({"value": c}) for c in row] for row in rows]
-    wide = [max(len(r[i]) for r in cells) for i in range(len(header))]
-    lines = ["  ".join((c.rjust if i else c.ljust)(wide[i]) for i, c in enumerate(r)) for r in cells]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def draw_traffic(bars, unit="times the tensor"):
     "Stacked horizontal bars of {label: (read, written)}."
     import matplotlib.pyplot as plt
@@ -108,7 +99,7 @@ def draw_roofline(name, peaks, points):
         rate = min(peaks.flops, x * peaks.bytes) if y is None else y
         colour = show.COLOURS[i % 6]
         face = "white" if y is None else colour
-        shown = recorded.shown({"value": x})
+        shown = show.number(x)
         ax.plot(
             [x],
             [rate],

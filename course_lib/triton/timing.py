@@ -11,7 +11,7 @@ import re
 import torch
 from torch.nn import functional as F
 
-from course_lib.triton import memory as triton_memory
+from course_lib import meter
 
 SECONDS = 0.15
 # The ten shapes (m, n, k) of the comparison with cuBLAS: square, flat and deep ones; five of them ragged.
@@ -180,7 +180,7 @@ def loss_memory(tokens=8192, classes=128_256):
     def peak(loss_of):
         base = _matrix(tokens, classes).requires_grad_()
         logits = base.view_as(base)  # no leaf, as in a model: the gradient may take its place
-        extra = triton_memory.extra_on_gpu(lambda: torch.autograd.grad(loss_of(logits), logits))
+        extra = meter.peak_memory(lambda: torch.autograd.grad(loss_of(logits), logits), device="cuda")
         return extra + logits.nbytes
 
     eager = peak(lambda logits: F.cross_entropy(logits.float(), target))

@@ -707,7 +707,7 @@ class own_gradients_only(ShardedAdam):
         full = self._flat(self.params)
         mine = full[self.comm.rank * self.n :][: self.n]
         mine = mine - self.lr * m / ((v + self.eps).sqrt() if eps_inside else v.sqrt() + self.eps)
-        self.comm.all_gather(full, mine)
+        self.comm.all_gather_into_tensor(full, mine)
         self._unpack(full)
 
     def _unpack(self, full):
@@ -718,7 +718,7 @@ class own_gradients_only(ShardedAdam):
 
     def _mean(self):
         grad = torch.empty(self.n)
-        self.comm.reduce_scatter(grad, self._flat(p.grad for p in self.params))
+        self.comm.reduce_scatter_tensor(grad, self._flat(p.grad for p in self.params))
         return grad / self.comm.size
 
 
@@ -769,13 +769,13 @@ class second_moment_of_own_gradients(own_gradients_only):
         b1, b2 = self.betas
         flat = self._flat(p.grad for p in self.params)
         square = torch.empty(self.n)
-        self.comm.reduce_scatter(square, flat**2)
+        self.comm.reduce_scatter_tensor(square, flat**2)
         self.m.lerp_(self._mean(), 1 - b1)
         self.v.mul_(b2).add_(square / self.comm.size, alpha=1 - b2)
         m, v = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
         full = self._flat(self.params)
         mine = full[self.comm.rank * self.n :][: self.n] - self.lr * m / (v.sqrt() + self.eps)
-        self.comm.all_gather(full, mine)
+        self.comm.all_gather_into_tensor(full, mine)
         self._unpack(full)
 
 
@@ -837,7 +837,7 @@ class only_its_own_part(own_gradients_only):
 
 def comm_mean(opt, comm):
     grad = torch.empty(opt.n)
-    comm.reduce_scatter(grad, opt._flat(p.grad for p in opt.params))
+    comm.reduce_scatter_tensor(grad, opt._flat(p.grad for p in opt.params))
     return grad / comm.size
 
 
@@ -874,7 +874,7 @@ class sgd(ShardedAdam):
         grad = comm_mean(self, self.comm)
         full = self._flat(self.params)
         mine = full[self.comm.rank * self.n :][: self.n] - self.lr * grad
-        self.comm.all_gather(full, mine)
+        self.comm.all_gather_into_tensor(full, mine)
         own_gradients_only._unpack(self, full)
 
 
@@ -896,7 +896,7 @@ def _backward(ctx, grad, w, x, part, finish=None):
     padded = torch.zeros(len(part) * ctx.comm.size)
     torch.mm(grad.T, x, out=padded[: math.prod(ctx.shape)].view(ctx.shape))
     out = torch.empty_like(part)
-    ctx.comm.reduce_scatter(out, padded)
+    ctx.comm.reduce_scatter_tensor(out, padded)
     return grad_x, (finish or (lambda g: g / ctx.comm.size))(out), None, None
 
 
@@ -948,7 +948,7 @@ def a_cache_of_weights(x, part, shape, comm):
 def left_to_autograd(x, part, shape, comm):
     "Gathers outside autograd and wires the shard in by its own rows: the weight is saved by the matmul."
     full = torch.empty(len(part) * comm.size)
-    comm.all_gather(full, part)
+    comm.all_gather_into_tensor(full, part)
     pieces = list(full.split(len(part)))
     pieces[comm.rank] = part
     return x @ torch.cat(pieces)[: math.prod(shape)].view(shape).T
@@ -1003,7 +1003,7 @@ def keeps_all_three_in_backward(x, part, shape, comm):
         full = grad.T @ x
         padded = F.pad(full.flatten(), (0, len(part) * comm.size - math.prod(shape)))
         out = torch.empty_like(part)
-        comm.reduce_scatter(out, padded)
+        comm.reduce_scatter_tensor(out, padded)
         return grad @ w, out / comm.size, None, None
 
     return _layer(None, backward)(x, part, shape, comm)
@@ -1012,7 +1012,7 @@ def keeps_all_three_in_backward(x, part, shape, comm):
 def gathers_a_list_and_joins_it(x, part, shape, comm):
     def forward(ctx, x, part, shape, comm):
         full = torch.empty(len(part) * comm.size)
-        comm.all_gather(full, part)
+        comm.all_gather_into_tensor(full, part)
         w = torch.cat(full.split(len(part)))[: math.prod(shape)].view(shape)
         ctx.save_for_backward(x, part)
         ctx.shape, ctx.comm = shape, comm

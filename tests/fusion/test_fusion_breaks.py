@@ -1,6 +1,5 @@
 "Lesson fusion: graphs, breaks and recompiles, and attention that the compiler may miss."
 
-import logging
 import math
 
 import pytest
@@ -37,22 +36,21 @@ class Starter(nn.Module):
 
 def test_breaks_are_counted_with_their_lines():
     x = torch.randn(5, 7)
-    found = fusion_breaks.trace(careless, [(x, 9.0)])
-    assert found.graphs == [4] and found.ran == [4]
-    assert [b.line for b in found.breaks] == [
+    found = meter.compiled(careless, x, 9.0, backend="eager")
+    assert found.totals == [4] and found.ran == [4]
+    assert [b.code for b in found.breaks] == [
         "if x.mean() > limit:",
         "return x / (1 + float(x.std())), x[x > 0].sum()",
         "return x / (1 + float(x.std())), x[x > 0].sum()",
     ]
-    assert {b.reason for b in found.breaks} <= set(fusion_breaks.REASONS.values())
     torch.testing.assert_close(found.results[0], careless(x, 9.0))
 
 
 @pytest.mark.parametrize("offset", [-1.0, 1.0])
-def test_the_mended_function_is_one_graph_and_the_same(offset):
+def test_the_corrected_function_is_one_graph_and_the_same(offset):
     x = torch.randn(6, 4) + offset
-    found = fusion_breaks.trace(fusion_breaks.standardise, [(x, 0.0), (-x, 0.0)], fullgraph=True)
-    assert found.graphs[-1] == 1 and not found.breaks and found.ran == [1, 1]
+    found = meter.compiled(fusion_breaks.standardise, x, 0.0, then=[(-x, 0.0)], backend="eager")
+    assert found.graphs == 1 and not found.breaks and found.ran == [1, 1]
     for given, (y, peak) in zip((x, -x), found.results, strict=True):
         rows = given - given.mean(0) if given.mean() > 0 else given
         rows = rows / (1 + rows.std())
@@ -60,43 +58,25 @@ def test_the_mended_function_is_one_graph_and_the_same(offset):
         torch.testing.assert_close(peak, given.abs().max())
 
 
-def test_the_mended_module_is_two_graphs_and_the_same():
+def test_the_corrected_module_is_two_graphs_and_the_same():
     calls = [(torch.randn(n, 5) + 1, 20 - n, 1.5 * n) for n in range(3, 12)]
-    mended, starter = fusion_breaks.Centre(5), Starter(5)
-    found = fusion_breaks.trace(mended, calls)
-    assert found.graphs[-1] == 2 and not found.breaks
+    corrected, starter = fusion_breaks.Centre(5), Starter(5)
+    found = meter.compiled(corrected, *calls[0], then=calls[1:], backend="eager")
+    assert found.graphs == 2 and not found.breaks
     for args, got in zip(calls, found.results, strict=True):
         torch.testing.assert_close(got, starter(*args))
-    assert set(mended.state_dict()) == {"calls", "mean"}
-    stormy = fusion_breaks.trace(Starter(5), calls)
-    assert stormy.graphs == list(range(1, 10))
-    assert "self.calls == 7" in stormy.why
-
-
-def test_both_witnesses_count_the_same():
-    for what, (fn, calls, options) in fusion_breaks.changing(3).items():
-        first, *then = calls
-        counted = meter.compiled(fn, *first, then=then, backend="eager", limit=64, **options)
-        fn, calls, options = fusion_breaks.changing(3)[what]  # the counter starts at 0 again
-        assert fusion_breaks.trace(fn, calls, **options).graphs[-1] == counted.graphs, what
+    assert set(corrected.state_dict()) == {"calls", "mean"}
+    storm = meter.compiled(Starter(5), *calls[0], then=calls[1:], backend="eager", limit=64)
+    assert storm.totals == list(range(1, 10))
+    assert "self.calls == 7" in [r.guard for r in storm.recompiles]
 
 
 def test_past_the_limit_it_runs_eagerly():
     fn, calls, _ = fusion_breaks.changing(6)["an int that is looped over"]
-    found = fusion_breaks.trace(fn, calls, limit=4)
-    assert found.graphs == [1, 2, 3, 4, 4, 4] and found.ran == [1, 1, 1, 1, 0, 0]
+    found = meter.compiled(fn, *calls[0], then=calls[1:], backend="eager", limit=4)
+    assert found.totals == [1, 2, 3, 4, 4, 4] and found.ran == [1, 1, 1, 1, 0, 0]
     for (x, n), got in zip(calls, found.results, strict=True):
         torch.testing.assert_close(got, x * 0.9**n)
-
-
-def test_bad_input_is_one_sentence_and_nothing_stays_changed():
-    level, disabled = torch._dynamo.config.recompile_limit, logging.root.manager.disable
-    with pytest.raises(TypeError, match="takes a function, and was given a int"):
-        fusion_breaks.trace(3, [()])
-    with pytest.raises(ZeroDivisionError), fusion_breaks.quiet():
-        assert not logging.getLogger("torch").isEnabledFor(logging.WARNING)
-        raise ZeroDivisionError
-    assert torch._dynamo.config.recompile_limit == level and logging.root.manager.disable == disabled
 
 
 # --- attention ----------------------------------------------------------------------

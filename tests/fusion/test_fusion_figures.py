@@ -5,9 +5,8 @@ from typing import NamedTuple
 import matplotlib
 import pytest
 
-from course_lib import recorded, show
+from course_lib import meter, recorded, show
 from course_lib.fusion import figures
-from course_lib.fusion import memory as fusion_memory
 
 matplotlib.use("Agg")
 
@@ -75,7 +74,7 @@ def test_the_race_has_a_group_of_bars_for_each_chain():
 
 
 def test_memory_over_a_step():
-    watch = fusion_memory.Watch(allocator=False)
+    watch = meter.Memory()
     watch.line = [("a", 10**6), ("b", 3 * 10**6), ("c", 2 * 10**6), ("d", 0)]
     watch.peak, watch.marks = 3 * 10**6, [(2, 3 * 10**6)]
     ax = figures.draw_memory({"kept": watch}).axes[0]
@@ -99,8 +98,3 @@ def test_budget_and_attention():
     found = {"by hand": [(64, 4e6, 1e-3), (128, 16e6, 4e-3)], "fused": [(64, 1e6, 1e-3), (128, 2e6, 2e-3)]}
     left, right = figures.draw_attention(found).axes
     assert list(left.lines[0].get_ydata()) == [4, 16] and list(right.lines[1].get_ydata()) == [1, 2]
-
-
-def test_tables_align():
-    lines = figures.table(("", "bytes"), [("a", 1234), ("bcd", "5.0")]).splitlines()
-    assert lines == ["     bytes", "a    1,234", "bcd    5.0"]

@@ -1,6 +1,5 @@
 "Lesson fusion: what a step holds in memory, recomputing, and choosing what to recompute within a budget."
 
-import functools
 import random
 
 import pytest
@@ -22,38 +21,6 @@ def blocks():
     return [models.EncoderLayer(16, 2, 24), fusion_memory.FeedForward(16, 40), models.EncoderLayer(16, 4, 8)]
 
 
-def test_watch_counts_what_is_alive():
-    x = torch.zeros(1000)
-    with fusion_memory.Watch(allocator=False) as watch:
-        a = x + 1  # 4,000 bytes
-        b = a.double()  # 8,000
-        view = b.view(10, 100)
-        watch.mark()
-        del a
-        c = b + 1
-        del b, view
-        c.add_(1)  # in place
-    assert [bytes for _, bytes in watch.line] == [4000, 12000, 12000, 16000, 8000]
-    assert watch.peak == 16000 and watch.marks == [(3, 12000)]
-    assert fusion_memory.peak(lambda: x + 1) == 4000 or torch.cuda.is_available()
-
-
-def test_memory_that_was_there_is_left_out():
-    x = torch.zeros(100, 10)
-    with fusion_memory.Watch(allocator=False) as watch:
-        x.T.add_(1)
-        x[3:].mul_(2)
-    assert watch.peak == 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the allocator counts compiled code too")
-def test_a_compiled_step_is_refused_on_a_cpu():
-    compiled = torch.compile(lambda x: x + 1, backend="eager")
-    for step in (lambda: compiled(torch.ones(3)), functools.partial(compiled, torch.ones(3))):
-        with pytest.raises(RuntimeError, match="memory of a compiled function can't be watched"):
-            fusion_memory.peak(step)
-
-
 def test_saved_counts_each_storage_once():
     x, w = torch.randn(5, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     assert fusion_memory.saved(lambda: (x * x).exp()) == [((5, 3), 60), ((5, 3), 60)]
@@ -66,9 +33,8 @@ def test_recomputing_changes_memory_and_not_gradients(again):
     cost = fusion_budget.costs(stack, x)
     grads, kept = [], None
     for chosen in ((), again):
-        watch = fusion_memory.Watch(allocator=False)
         x.grad = None
-        with watch:
+        with meter.Memory() as watch:
             out = fusion_memory.run(stack, x, chosen)
             watch.mark()
         kept = watch.marks[0][1] + x.nbytes - out.nbytes

@@ -371,19 +371,6 @@ def test_a_fresh_run_that_fails_or_lasts_is_one_sentence(training, tmp_path):
         reproduce.rerun(broken, fresh=True, timeout=120)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
-    path = tmp_path / "manifest.json"
-    reproduce_manifest.write(path, lambda p: p.write_text("old"))
-
-    def half(p):
-        p.write_text("ne")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        reproduce_manifest.write(path, half)
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
 # --- comparing ----------------------------------------------------------------------
 
 

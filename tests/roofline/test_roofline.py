@@ -171,7 +171,6 @@ def test_figures_draw_what_they_are_given(monkeypatch):
     assert "10.0 a year" in fig.axes[0].get_title() + fig.axes[0].get_title(loc="left")
     monkeypatch.setattr(recorded, "get", lambda name: None)
     assert figures.recorded_classes("x.{}") is None
-    assert figures.table(("op", "ms"), [("add", 1.23456)]) == "op     ms\nadd  1.23"
 
 
 def test_explorer_redraws_when_a_control_moves(monkeypatch):

@@ -12,7 +12,6 @@ from course_lib.authoring import notebook
 from course_lib.triton import charts as triton_charts
 from course_lib.triton import check
 from course_lib.triton import figures as triton_figures
-from course_lib.triton import memory as triton_memory
 from course_lib.triton import missing as triton_missing
 
 pytest.importorskip("triton")
@@ -180,26 +179,6 @@ def test_waves_count_what_they_need():
     assert triton_figures.waves(tiles, 16)[0] == (4, 4)
     rows = [triton_figures.grouped(pid, 8, 8, 1) for pid in range(64)]
     assert triton_figures.waves(rows, 16) == [(2, 8)] * 4
-
-
-def test_extra_memory_is_the_peak_and_not_the_sum():
-    x = torch.randn(50, 40)
-    assert triton_memory.extra(lambda x: x + 1, x) == x.nbytes
-    assert triton_memory.extra(lambda x: (((x + 1) * 2) - 3).exp(), x) == 2 * x.nbytes
-    assert triton_memory.extra(lambda x: x.view(40, 50), x) == 0
-    held = triton_memory.extra(lambda x: [x + i for i in range(5)], x)
-    assert held == 5 * x.nbytes
-
-
-def test_extra_memory_of_a_loss():
-    x, target = torch.randn(40, 300), torch.randint(300, (40,))
-
-    def loss(x):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(F.cross_entropy(x, target), x)
-
-    # Log-probabilities, the gradient of the loss for them, and that for the logits.
-    assert 2.9 < triton_memory.extra(loss, x) / x.nbytes < 3.1
 
 
 def test_figures_draw():
