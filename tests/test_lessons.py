@@ -157,6 +157,14 @@ def test_the_reference_is_accepted(stem, number, capsys):
 
 
 @every_exercise
+def test_right_answers_of_another_style_are_accepted(stem, number, capsys):
+    check, right = core.exercises(checks(stem))[number], getattr(mutants(stem), "RIGHT", {}).get(number, [])
+    for answer in right:
+        check(*as_answers(answer))
+    assert capsys.readouterr().out.splitlines() == [f"{number} passed: {check.passed}"] * len(right)
+
+
+@every_exercise
 def test_wrong_answers_are_refused(stem, number, capsys):
     check, wrong = core.exercises(checks(stem))[number], mutants(stem).MUTANTS[number]
     width = len(as_answers(mutants(stem).REFERENCE[number]))

@@ -1,133 +1,171 @@
-"The figures and tables of lesson roofline: functions of plain data that return a matplotlib figure, or text."
+"The figures of lesson roofline: functions of plain data that return a matplotlib figure."
+
+import itertools
+import math
+import statistics
 
 from course_lib import recorded, show
-from course_lib.meter.operators import CLASSES
+from course_lib.roofline import CLASSES
 
 NAMES = {"contraction": "contraction", "normalisation": "normalisation", "elementwise": "element-wise"}
+BLUE, ORANGE, GREEN, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[2], show.COLOURS[6]
 
 
-recorded_peaks = recorded.peaks
-
-
-def recorded_shares(mode):
-    'The recorded time shares of the encoder, "eager" or "compiled": {class: %}, or None.'
-    found = {c: recorded.get(f"roofline.encoder_time_share.{c}.{mode}") for c in CLASSES}
+def recorded_classes(name):
+    "A recorded figure of each class, {class: value}, or None; `name` has a {} for the class."
+    found = {c: recorded.get("roofline." + name.format(c)) for c in CLASSES}
     return {c: f["value"] for c, f in found.items()} if all(found.values()) else None
 
 
-def table(header, rows):
-    "Rows of text and numbers as lines in columns, numbers at three digits; the first column to the left."
-    cells = [
-        header,
-        *([c if isinstance(c, str) else recorded.shown({"value": c}) for c in row] for row in rows),
-    ]
-    wide = [max(len(r[i]) for r in cells) for i in range(len(header))]
-    lines = ["  ".join((c.rjust if i else c.ljust)(wide[i]) for i, c in enumerate(r)) for r in cells]
-    return "\n".join(line.rstrip() for line in lines)
+def draw_classes(bars, xlabel, unit=""):
+    "Stacked bars of {label: {class: value}}, the first label on top; `unit` is written after each total."
+    fig, ax = show.axes(figsize=(6.8, 1.2 + 0.4 * len(bars)))
+    totals = [sum(b[c] for c in CLASSES) for b in bars.values()]
+    for i, c in enumerate(CLASSES):
+        left = [sum(b[d] for d in CLASSES[:i]) for b in bars.values()]
+        widths = [b[c] for b in bars.values()]
+        ax.barh(list(bars), widths, left=left, color=show.COLOURS[i], label=NAMES[c])
+        for row, (x, w) in enumerate(zip(left, widths, strict=True)):
+            if w >= 0.06 * max(totals):
+                ax.text(x + w / 2, row, show.number(w), ha="center", va="center", color="white", fontsize=9)
+    for row, total in enumerate(totals if unit else ()):
+        ax.text(total, row, f" {show.number(total)} {unit}", va="center")
+    ax.invert_yaxis()
+    ax.grid(False)
+    ax.set(xlim=(0, max(totals) * (1.18 if unit else 1)), xlabel=xlabel)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    return fig
 
 
-def _axes(**kw):
-    import matplotlib.pyplot as plt
+def draw_sweep(rates):
+    "TFLOP/s against the side of a square matmul, {n: FLOP/s}: all sizes logarithmic, the largest linear."
+    fig, (whole, top) = show.axes(1, 2, figsize=(7.6, 3.4), width_ratios=(3, 2))
+    ns, ys = list(rates), [r / 1e12 for r in rates.values()]
+    roof = max(ys)
+    whole.loglog(ns, ys, "o-", base=2)
+    whole.set_yscale("log", base=10)
+    top.plot([f"{n:,}" for n in ns[-4:]], ys[-4:], "o-")
+    for ax in (whole, top):
+        ax.axhline(roof, color=ORANGE, ls="--", lw=1)
+    whole.text(ns[0], roof * 1.15, f"the roof: {roof:.3g} TFLOP/s, cold", color=ORANGE)
+    whole.set_xticks(ns[::2], [f"{n:,}" for n in ns[::2]])
+    whole.set(xlabel="side n of an n × n matmul", ylabel="TFLOP/s, logarithmic", ylim=(None, 3 * roof))
+    top.set(xlabel="the four largest", ylabel="TFLOP/s, linear", ylim=(0, 1.15 * roof))
+    return fig
 
-    return plt.subplots(**kw)
 
-
-def draw_sweep(rates, peak):
-    "FLOP/s against the side of a square matmul, [(n, rate), …], with the measured roof `peak`."
-    fig, ax = _axes()
-    ns, ys = zip(*rates, strict=True)
-    ax.loglog(ns, ys, "o-")
-    ax.axhline(peak, color=show.COLOURS[1], ls="--", lw=1)
-    ax.text(ns[0], peak * 1.15, "the roof", color=show.COLOURS[1])
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ns, [f"{n:,}" for n in ns])
-    ax.set(xlabel="side n of an n × n matmul", ylabel="FLOP/s", ylim=(None, 3 * max(peak, *ys)))
+def draw_copies(curves):
+    "GB/s against the size of a buffer, {label: {bytes: bytes/s}}."
+    fig, ax = show.axes()
+    for label, rates in curves.items():
+        ax.semilogx(list(rates), [r / 1e9 for r in rates.values()], "o-", label=label)
+    ticks = {2**14: "16 kB", 2**18: "256 kB", 2**22: "4 MB", 2**26: "64 MB", 2**30: "1 GB"}
+    ticks = {b: t for b, t in ticks.items() if b <= max(map(max, curves.values()))}
+    ax.set_xticks(list(ticks), list(ticks.values()))
+    ax.minorticks_off()
+    ax.set(xlabel="bytes of one buffer", ylabel="GB/s, read + written", ylim=(0, None))
+    ax.legend()
     return fig
 
 
 def draw_roofline(machines, points=(), hollow=False):
-    "Roofs of {name: Peaks}, and points (label, intensity, FLOP/s); `hollow` where they are only predicted."
-    fig, ax = _axes(figsize=(6.8, 4.4))
-    low, high = 2.0**-6, 2.0**14
-    for colour, (name, p) in zip(show.COLOURS, machines.items(), strict=False):
-        ridge = p.flops / p.bytes
+    "Roofs of {name: (FLOP/s, bytes/s)} and points (label, FLOP per byte, FLOP/s), `hollow` where predicted."
+    fig, ax = show.axes(figsize=(7.2, 4.4))
+    low, high = 2.0**-7, 2.0**14
+    for colour, (name, (flops, nbytes, *_)) in zip(show.COLOURS, machines.items(), strict=False):
+        ridge = flops / nbytes
         label = f"{name}: ridge at {ridge:.3g} FLOP/byte"
-        ax.loglog([low, ridge, high], [low * p.bytes, p.flops, p.flops], color=colour, label=label)
-    # Labels to the right below, or to the left above where those of the lesson's operators would collide:
-    # predicted points lie on the roof, close to each other; measured ones lie below it.
-    above = (1, 3, 4) if hollow else (3, 4)
-    for i, (label, x, y) in enumerate(sorted(points, key=lambda point: point[1])):
-        face = "white" if hollow else show.COLOURS[2]
-        ax.plot([x], [y], "o", mfc=face, mec=show.COLOURS[2], ms=6, zorder=3)
-        at, side = ((-7, 4), "right") if i in above else ((7, -10), "left")
-        ax.annotate(label, (x, y), xytext=at, textcoords="offset points", fontsize=8, ha=side)
-    ax.margins(y=0.08)
-    ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="FLOP/s", xlim=(low, high))
+        ys = [y / 1e12 for y in (low * nbytes, flops, flops)]
+        ax.loglog([low, ridge, high], ys, color=colour, label=label)
+    points, left = sorted(points, key=lambda p: p[1]), False
+    for (label, x, y), after in itertools.zip_longest(points, points[1:]):
+        ax.plot([x], [y / 1e12], "o", mfc="white" if hollow else GREEN, mec=GREEN, ms=6, zorder=3)
+        left = not left and after is not None and after[1] < 6 * x and 0.4 < after[2] / y < 2.5
+        at, side = ((-7, 5 if hollow else -9), "right") if left else ((8, -9), "left")
+        ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side)
+    ax.margins(y=0.1)
+    ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s", xlim=(low, high))
     ax.set_xticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1,000"])
     ax.legend(loc="lower right")
     return fig
 
 
-def draw_shares(bars):
-    "Stacked bars of {label: {class: %}}, the first label on top."
-    fig, ax = _axes(figsize=(6.8, 1.1 + 0.4 * len(bars)))
-    for i, name in enumerate(CLASSES):
-        left = [sum(b[c] for c in CLASSES[:i]) for b in bars.values()]
-        widths = [b[name] for b in bars.values()]
-        ax.barh(list(bars), widths, left=left, color=show.COLOURS[i], label=NAMES[name])
-        for row, (x, w) in enumerate(zip(left, widths, strict=True)):
-            if w >= 5:
-                ax.text(x + w / 2, row, f"{w:.3g}", ha="center", va="center", color="white", fontsize=9)
-    ax.invert_yaxis()
-    ax.grid(False)
-    ax.set(xlim=(0, 100), xlabel="% of the whole")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+def draw_batches(times, costs, flops_roof, bytes_roof, crossing):
+    "Milliseconds of a linear layer against its batch: {batch: s}, and what {batch: (FLOPs, bytes)} need."
+    memory = {b: c[1] / bytes_roof for b, c in costs.items()}
+    compute = {b: c[0] / flops_roof for b, c in costs.items()}
+    fig, ax = show.axes()
+    for ys, style, label in (
+        (memory, {"color": ORANGE, "ls": "--"}, "least time for the bytes"),
+        (compute, {"color": BLUE, "ls": "--"}, "least time for the FLOPs"),
+        (times, {"color": GREEN, "marker": "o"}, "measured"),
+    ):
+        ax.loglog(list(ys), [1e3 * y for y in ys.values()], base=2, label=label, **style)
+    ax.set_yscale("log", base=10)
+    if crossing:
+        ax.axvline(crossing, color=GREY, lw=1)
+        ax.text(crossing, ax.get_ylim()[0], f" {crossing} rows: the crossing", va="bottom", color=GREY)
+    ax.set_xticks(list(times)[::2], [f"{b:,}" for b in list(times)[::2]])
+    ax.set(xlabel="rows in the batch", ylabel="ms")
+    ax.legend(loc="upper left")
     return fig
 
 
-def draw_rates(rates, unit="TFLOP/s"):
+def draw_cold(seconds, rates, samples):
+    "One matmul from cold: TFLOP/s over time, and nvidia-smi's (seconds, MHz, W), where there are samples."
+    fig, (up, down) = show.axes(1, 2, figsize=(7.6, 3.2))
+    up.plot(seconds, [r / 1e12 for r in rates])
+    up.set(xlabel="seconds since idle", ylabel="TFLOP/s", ylim=(0, None))
+    at = [s for s in samples if 0 <= s[0] <= seconds[-1]]
+    for i, label in ((1, "clock, MHz"), (2, "power, W")):
+        down.plot([s[0] for s in at], [s[i] for s in at], "o-", ms=3, label=label)
+    down.set(xlabel="seconds since idle", ylabel="MHz, and W", ylim=(0, 2200))
+    down.legend(loc="center right")
+    return fig
+
+
+def draw_rates(rates, unit, log=False):
     "Horizontal bars of {label: value}, each with its value at its end."
-    fig, ax = _axes(figsize=(6.4, 1.0 + 0.34 * len(rates)))
-    ax.barh(list(rates), list(rates.values()), color=show.COLOURS[0])
+    fig, ax = show.axes(figsize=(6.4, 1.0 + 0.34 * len(rates)))
+    ax.barh(list(rates), list(rates.values()), color=BLUE, log=log)
     for row, v in enumerate(rates.values()):
         ax.text(v, row, f" {v:.3g}", va="center")
     ax.invert_yaxis()
     ax.grid(False)
-    ax.set(xlim=(0, 1.15 * max(rates.values())), xlabel=unit)
+    ax.set(
+        xlabel=unit, xlim=(min(rates.values()) / 3 if log else 0, max(rates.values()) * (6 if log else 1.15))
+    )
     return fig
 
 
-def draw_timeline(events, unit="µs"):
-    "Events by lane, coloured by kind."
-    lanes = sorted({e.lane for e in events}, key=lambda lane: (lane != "cpu", len(lane), lane))
-    fig, ax = _axes(figsize=(6.8, 1.2 + 0.35 * len(lanes)))
-    colours = {"launch": show.COLOURS[6], "compute": show.COLOURS[0], "memory": show.COLOURS[1]}
-    for kind, colour in colours.items():
-        found = [(lanes.index(e.lane), e.duration, e.start) for e in events if e.kind == kind]
-        rows, widths, left = zip(*found, strict=True) if found else ((), (), ())
-        ax.barh(rows, widths, left=left, height=0.7, color=colour, edgecolor="white", lw=0.5, label=kind)
-    ax.set_yticks(range(len(lanes)), lanes)
-    ax.invert_yaxis()
-    ax.grid(False)
-    ax.set(xlabel=unit)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+def draw_growth(runs):
+    "FLOPs of known training runs against their year, [(name, year, FLOPs), …], and the line through them."
+    fig, ax = show.axes()
+    years, logs = [r[1] for r in runs], [math.log10(r[2]) for r in runs]
+    slope, at_zero = statistics.linear_regression(years, logs)
+    ax.semilogy(years, [r[2] for r in runs], "o", color=BLUE)
+    ends = [min(years) - 0.5, max(years) + 1.5]
+    ax.semilogy(ends, [10 ** (at_zero + slope * x) for x in ends], "--", lw=1, color=GREY)
+    for name, year, flops in runs:
+        ax.annotate(name, (year, flops), xytext=(-7, 4), textcoords="offset points", fontsize=8, ha="right")
+    ax.set(xlabel="year", ylabel="FLOPs of the training run", title=f"× {10**slope:.1f} a year")
+    ax.set_xlim(ends[0] - 1.5, ends[1])
     return fig
 
 
 def view_run(data):
     "The explorer's figure: days against GPUs, with the chosen run marked."
-    fig, ax = _axes(figsize=(6.4, 4.0))
-    grey = show.COLOURS[6]
-    for m, curve in data["curves"].items():
+    fig, ax = show.axes(figsize=(6.4, 4.0))
+    for (m, curve), style in zip(data["curves"].items(), (":", "--", "-."), strict=False):
         chosen = m == data["mfu"]
-        ax.loglog(data["counts"], curve, color=show.COLOURS[0] if chosen else grey, lw=2 if chosen else 1,
-                  ls="-" if chosen else ":", label=f"MFU {m:.0%}")  # fmt: skip
-    ax.plot([data["gpus"]], [data["days"]], "o", color=show.COLOURS[1], ms=8)
+        ax.loglog(data["counts"], curve, color=BLUE if chosen else GREY, lw=2 if chosen else 1,
+                  ls="-" if chosen else style, label=f"MFU {m:.0%}")  # fmt: skip
+    ax.plot(data["gpus"], data["days"], "o", color=ORANGE, ms=8)
     for days, name in ((1, "a day"), (30, "a month"), (365, "a year")):
-        ax.axhline(days, color=grey, lw=0.6)
-        ax.text(data["counts"][0], days * 1.08, name, fontsize=8, color=grey, va="bottom")
-    ax.set(xlabel="GPUs", ylabel="days")
+        ax.axhline(days, color=GREY, lw=0.6)
+        ax.text(data["counts"][0], days * 1.08, name, fontsize=8, color=GREY, va="bottom")
     run = f"$10^{{{data['log10_flops']:g}}}$ FLOPs on {data['gpus']:,} GPUs at {data['mfu']:.0%}"
-    ax.set_title(f"{run}: {data['days']:,.{0 if data['days'] >= 10 else 1}f} days")
+    days = f"{data['days']:,.{0 if data['days'] >= 10 else 1}f} days"
+    ax.set(xlabel="GPUs", ylabel="days", title=f"{run}: {days}")
     ax.legend()
     return fig
