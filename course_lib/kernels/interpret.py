@@ -18,7 +18,6 @@ from course_lib.kernels import interpreted
 
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
-# What a launch changes, and what `everything` does.
 LANGUAGE = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 RUNTIME = (Builder, jit.JITFunction, interpreter.InterpretedFunction, autotuner.Autotuner)
 
@@ -51,35 +50,25 @@ def _in_float32(fn, operands):
     return mended
 
 
-def _dot(fn):
-    return lambda self, a, b, *args, **kwargs: fn(self, _wide(a), _wide(b), *args, **kwargs)
+def _dot(self, a, b, *args, original=Builder.create_dot, **kwargs):
+    return original(self, _wide(a), _wide(b), *args, **kwargs)
 
 
-def _cast(fn):
-    def mended(self, src, dst_type, *args):
-        if dst_type.scalar != tl.bfloat16:
-            return fn(self, _wide(src), dst_type, *args)
-        return src if _is_bf16(src) else Handle(to_bfloat16(src.data), tl.bfloat16)
-
-    return mended
+def _cast(self, src, dst_type, *args, original=Builder.cast_impl):
+    if dst_type.scalar != tl.bfloat16:
+        return original(self, _wide(src), dst_type, *args)
+    return src if _is_bf16(src) else Handle(to_bfloat16(src.data), tl.bfloat16)
 
 
-def _launch(call):
-    def mended(self, *args, **kwargs):
-        with np.errstate(all="ignore"), as_before(LANGUAGE):  # a GPU computes with inf and NaN in silence
-            return call(self, *args, **kwargs)
-
-    return mended
+def _launch(self, *args, original=interpreter.GridExecutor.__call__, **kwargs):
+    with np.errstate(all="ignore"), as_before(LANGUAGE):  # a GPU computes with inf and NaN in silence
+        return original(self, *args, **kwargs)
 
 
-def _indexed(patch):
+def _indexed(tensor, scope, original=interpreter._patch_lang_tensor):
     "Triton 3.6 makes an int of an array of one element, which newer NumPy refuses."
-
-    def mended(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    return mended
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
 
 @contextlib.contextmanager
@@ -105,9 +94,8 @@ def _interpret_what_was_made_for_the_compiler():
     autotuner.Autotuner.run = lambda self, *a, **k: self.fn.run(*a, **k, **self.configs[0].all_kwargs())
     for name, member in list(vars(tl.tensor).items()):
         if isinstance(member, jit.JITFunction):
-            setattr(
-                tl.tensor, name, functools.partialmethod(lambda self, f, *a, **k: f(self, *a, **k), member)
-            )
+            method = functools.partialmethod(lambda self, f, *a, **k: f(self, *a, **k), member)
+            setattr(tl.tensor, name, method)
 
 
 if not getattr(Builder, "mended", False):
@@ -116,10 +104,8 @@ if not getattr(Builder, "mended", False):
     Builder.unary_op = _in_float32(Builder.unary_op, 1)
     Builder.ternary_op = _in_float32(Builder.ternary_op, 3)
     Builder.create_fma = _in_float32(Builder.create_fma, 3)
-    Builder.create_dot = _dot(Builder.create_dot)
-    Builder.cast_impl = _cast(Builder.cast_impl)
-    interpreter._patch_lang_tensor = _indexed(interpreter._patch_lang_tensor)
-    interpreter.GridExecutor.__call__ = _launch(interpreter.GridExecutor.__call__)
+    Builder.create_dot, Builder.cast_impl = _dot, _cast
+    interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__ = _indexed, _launch
     if interpreted():
         _interpret_what_was_made_for_the_compiler()
 

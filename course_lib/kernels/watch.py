@@ -55,10 +55,8 @@ class Fault(NamedTuple):
         if self.kind == "outside":
             verb = {"loads": "loads from", "stores": "stores to", "atomics": "changes"}[self.op]
             lanes = f"{self.count:,} such lane{'s' * (self.count != 1)}"
-            said = (
-                f"program {self.programs[0]} {verb} {self.argument} + {at}, which is no element of its tensor"
-            )
-            return f"{said} ({lanes} in all): a mask is missing or wrong"
+            first = f"program {self.programs[0]} {verb} {self.argument} + {at}"
+            return f"{first}, which is no element of its tensor ({lanes} in all): a mask is missing or wrong"
         a, b = self.programs
         if self.kind == "store/store":
             return f"programs {a} and {b} both store to {self.argument}[{at}], a race: the last one wins"
@@ -67,10 +65,7 @@ class Fault(NamedTuple):
 
 @contextlib.contextmanager
 def watch():
-    """Interpret and count every kernel launched inside; yields a `Watch`, which can be read afterwards too.
-
-    An exception in a kernel arrives as Triton's InterpreterError, whose `__cause__` is the exception itself.
-    """
+    "A `Watch` of every kernel launched inside. An exception in one is the `__cause__` of an InterpreterError."
     kernels.require()
     seen = Watch()
     # In its deterministic mode torch fills new memory. The public switch imports Inductor, for seconds.
@@ -206,8 +201,7 @@ class Launch:
         program, self.programs = int(x + nx * (y + ny * z)), int(nx * ny * nz)
         good = np.zeros(on.shape, bool)
         # The region of each lane: the last that begins, with its padding, before its address.
-        bounds = np.array([r.base - PAD for r in self.regions[1:]], np.uint64)
-        which = np.searchsorted(bounds, addresses, side="right")
+        which = np.searchsorted([r.base - PAD for r in self.regions[1:]], addresses, side="right")
         for i in np.unique(which) if self.regions else ():
             self.regions[i].masked[op] += int((~on & (which == i)).sum())
             good |= self._count(self.regions[i], op, addresses, on & (which == i), program)
@@ -231,17 +225,16 @@ class Launch:
             region.other_reader[at] = np.where(second, program, region.other_reader[at])
         elif op == "stores":
             self._race("store/store", region, at, region.writer[at], program, op)
-            self._race("load/store", region, at, region.reader[at], program, op)
-            self._race("load/store", region, at, region.other_reader[at], program, op)
+            for readers in (region.reader, region.other_reader):
+                self._race("load/store", region, at, readers[at], program, op)
             region.writer[at] = program
         return inside
 
     def _race(self, kind, region, at, others, program, op):
-        clash = (others != NOBODY) & (others != program) & (region.counts["atomics"][at] == 0)
-        if clash.any():
-            first = np.flatnonzero(clash)[0]
-            programs = tuple(sorted((int(others[first]), program)))
-            self._fault(kind, region, region.index(at[first]), programs, int(clash.sum()), op)
+        clash = np.flatnonzero((others != NOBODY) & (others != program) & (region.counts["atomics"][at] == 0))
+        if clash.size:
+            programs = tuple(sorted((int(others[clash[0]]), program)))
+            self._fault(kind, region, region.index(at[clash[0]]), programs, clash.size, op)
 
     def _fault(self, kind, region, where, programs, count, op):
         key = (kind, region.names[0], op if kind == "outside" else "")
@@ -280,8 +273,6 @@ def undefined(shape, kind):
     "What a program must not rely on: +inf, -inf and NaN in turn; for integers a large number."
     dtype = interpret.interpreter._get_np_dtype(kind)
     values = np.resize(np.array([np.inf, -np.inf, np.nan], np.float32), shape)
-    if kind == interpret.tl.bfloat16:
-        return interpret.to_bfloat16(values)
-    if dtype.kind == "f":
-        return values.astype(dtype)
+    if dtype.kind == "f" or kind == interpret.tl.bfloat16:
+        return values.astype(dtype) if dtype.kind == "f" else interpret.to_bfloat16(values)
     return np.full(shape, 1 if dtype.kind == "b" else np.iinfo(dtype).max // 2 + 7, dtype)

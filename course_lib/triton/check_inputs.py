@@ -194,21 +194,20 @@ def a_kernel_can_call(grouped):
 @contextlib.contextmanager
 def _dots(rounded):
     "Append to `rounded` for each dot of fp32 blocks that a GPU would compute in tf32; here it can't be seen."
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
+    from course_lib.kernels import interpret
 
-    original = InterpreterBuilder.create_dot
+    original = interpret.Builder.create_dot
 
     def create_dot(self, a, b, d, input_precision, *args, **kwargs):
-        if a.dtype.scalar == tl.float32 and getattr(input_precision, "name", "") == "TF32":
+        if a.dtype.scalar == interpret.tl.float32 and getattr(input_precision, "name", "") == "TF32":
             rounded.append(True)
         return original(self, a, b, d, input_precision, *args, **kwargs)
 
-    InterpreterBuilder.create_dot = create_dot
+    interpret.Builder.create_dot = create_dot
     try:
         yield
     finally:
-        InterpreterBuilder.create_dot = original
+        interpret.Builder.create_dot = original
 
 
 def _call_if_stub(answer):
