@@ -1,4 +1,4 @@
-"Wrong answers to exercises fusion.4 and fusion.5; tests/mutants/fusion.py lists them."
+"Wrong answers to exercises fusion.4 and fusion.5; mutants.py lists them."
 
 import math
 

@@ -1,4 +1,4 @@
-"Wrong answers to exercise fusion.6; tests/mutants/fusion.py lists them."
+"Wrong answers to exercise fusion.6; mutants.py lists them."
 
 import itertools
 

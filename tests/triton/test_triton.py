@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 @pytest.fixture(scope="module")
 def answers():
     spec = importlib.util.spec_from_file_location(
-        "triton_answers", notebook.ROOT / "tests" / "mutants" / "triton.py"
+        "triton_answers", notebook.ROOT / "tests" / "triton" / "mutants.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -216,7 +216,7 @@ def test_the_kernel_in_what_inductor_wrote():
 def test_what_needs_a_gpu_says_so():
     cells = notebook.load(next(notebook.NBS.glob("*_triton.ipynb")))["cells"]
     timed = {c["id"] for c in cells if "triton_timing." in notebook.source(c)}
-    assert timed and timed <= {c["id"] for c in cells if "gpu" in notebook.tags(c)}
+    assert timed and timed <= {c["id"] for c in cells if notebook.needs_gpu(c)}
 
 
 @pytest.mark.gpu
