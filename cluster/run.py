@@ -1,6 +1,6 @@
 """A function of the course on the ranks that torchrun starts:
 
-torchrun --standalone --nproc-per-node 4 cluster/run.py MODULE:FUNCTION [key=value …]
+torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 cluster/run.py MODULE:FUNCTION [key=value …]
 
 NCCL where the host has a GPU for each of its ranks, else Gloo on the CPU. A rank that raises ends the run.
 """

@@ -25,7 +25,7 @@ fi
 cd "${SLURM_SUBMIT_DIR:-.}"
 python=${PYTHON:-.venv/bin/python}
 ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
-meet=(--standalone)
+meet=(--standalone --local-addr=127.0.0.1) # the name of a host may be known nowhere
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     # The ranks meet at the first host; the job's number keeps two jobs on one host apart.
     hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from course_lib import machine
+from course_lib import machine, ram
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo")  # imported once, by the fork server
 PER_RANK = {"gloo": 300e6, "nccl": 1.5e9}  # bytes that a rank may come to hold, a small model included
@@ -118,7 +118,7 @@ class Group(contextlib.AbstractContextManager):
         self.stop()
 
     def _start(self):
-        need, free = self.world * PER_RANK[self.backend], psutil.virtual_memory().available
+        need, free = self.world * PER_RANK[self.backend], ram.available()
         if need > free:
             found = f"{free / 1e9:.1f} GB are free: start {self.world * free // need:.0f} at most"
             raise ValueError(f"{self.world} ranks may need {need / 1e9:.1f} GB of memory, and {found}")

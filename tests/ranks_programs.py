@@ -25,23 +25,7 @@ def raises(where):
     dist.barrier()
 
 
-def killed(where):
-    if dist.get_rank() == where:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
 def holds_the_gil_or_stops():
     if dist.get_rank():
         os.kill(os.getpid(), signal.SIGSTOP)
     ctypes.PyDLL(None).sleep(100)
-
-
-def ring(n, dtype=torch.float32):
-    "Send n numbers to the next rank."
-    me, world = dist.get_rank(), dist.get_world_size()
-    got = torch.empty(n, dtype=dtype)
-    work = dist.isend(torch.full((n,), me, dtype=dtype), (me + 1) % world)
-    dist.recv(got, (me - 1) % world)
-    work.wait()
-    return got

@@ -100,7 +100,7 @@ def test_a_reset_that_fails_leaves_the_old_copy(work, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(notebook.tempfile, "mkstemp", full)
+    monkeypatch.setattr(lab.os, "replace", full)
     with pytest.raises(notebook.CourseError, match="No space left"):
         reset()
     assert (work / "01_tiny.ipynb").read_text() == "mine" and len(list(work.iterdir())) == 2
@@ -129,10 +129,10 @@ def running(root, *words, **changes):
         yield process, process.stdout.readline()
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
-def get(address, token, seconds=30):
+def get(address, token, seconds=90):
     "An answer of the server, which may take a while to come up."
     request = urllib.request.Request(address, headers={"Authorization": f"token {token}"})
     end = time.monotonic() + seconds

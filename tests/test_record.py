@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -112,13 +111,14 @@ def executed(monkeypatch, failed=None, ran=None):
     ran = {c["id"]: kernel.Ran(count=i) for i, c in enumerate(CELLS[1:], 1)} if ran is None else ran
     for c in ran.values():
         c.outputs = [{"output_type": "stream", "name": "stdout", "text": "new\n"}]
-    asked, about = {}, json.dumps(ABOUT)
+    asked = {}
 
     def execute(nb, name, **how):
         asked.update(how)
-        return run.Execution(ran=ran, failed=failed, asked=about)
+        return run.Execution(ran=ran, failed=failed)
 
     monkeypatch.setattr(record.run, "execute", execute)
+    monkeypatch.setattr(record, "_about", lambda: ABOUT)
     return asked
 
 
@@ -186,6 +186,12 @@ def refused(course, capfd, *lessons, **how):
 def test_what_is_refused_leaves_the_notebook_alone(course, capfd, monkeypatch):
     monkeypatch.setattr(kernel, "has_cuda", lambda: False)
     assert "no CUDA device here; --cpu needs none" in refused(course, capfd)
+    nb = notebook.load(path(course))
+    del nb["cells"][1]["id"]
+    notebook.save(nb, course / "nbs/07_other.ipynb")
+    for how in ({"cpu": True}, {"check": True}):
+        assert record.record_cmd(args("other", **how)) == 1
+        assert "slug is 'toy'; the file's name must agree" in capfd.readouterr().err
     with pytest.raises(notebook.CourseError, match="name the lessons to record"):
         record.record_cmd(args())
     monkeypatch.setattr(kernel, "has_cuda", lambda: True)

@@ -57,8 +57,6 @@ BROKEN = {
     "no minutes": (drop("minutes"), NEEDED),
     "no needs": (drop("needs"), NEEDED),
     "minutes in words": (course(minutes="20"), r"minutes \(int\)"),
-    "an unknown way without a GPU": (course(without_gpu="magic"), "without_gpu is 'magic'"),
-    "an unknown number of GPUs": (course(gpus="two"), "gpus is 'two'"),
     "another slug": (course(slug="teeny"), "the file's name must agree"),
     "no id": (lambda nb: nb["cells"][1].pop("id"), "cell 2 needs an id"),
     "an id with a blank": (edit("start", id="my cell"), "cell 2 needs an id"),

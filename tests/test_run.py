@@ -102,7 +102,7 @@ SHOWN = "show.Explorer(lambda a=1.0, b=2.0: [a, b], view, a=(0.0, 2.0, 0.1), b=(
 
 def test_a_widget_never_stalls_a_session(tmp_path):
     # nbclient answers a widget on the socket on which it waits for the cell's end, and used to miss that end.
-    cells = [{"cell_type": "code", "metadata": {}, "source": s} for s in [EXPLORER, *[SHOWN] * 12]]
+    cells = [{"cell_type": "code", "metadata": {}, "source": s} for s in [EXPLORER, *[SHOWN] * 6]]
     with kernel.Session(cells, tmp_path, timeout=60) as session:
         assert [session.execute(i).error for i in range(len(cells))] == [""] * len(cells)
 

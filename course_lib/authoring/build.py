@@ -65,9 +65,8 @@ def derived():
 
     A path that holds None has no source any more.
     """
-    files = dict.fromkeys(
-        [*notebook.LESSONS.glob("*.ipynb"), *notebook.ROOT.glob("course_lib/*/solutions.py")]
-    )
+    patterns = "lessons/*.ipynb", "course_lib/*/solutions.py"
+    files = dict.fromkeys(path for pattern in patterns for path in notebook.ROOT.glob(pattern))
     refused, shown, numbers = [], {}, set()
     for path in sorted(notebook.NBS.glob("*.ipynb")):
         stem = path.stem
@@ -94,9 +93,7 @@ def derived():
 def build_cmd(args):
     "Write what is behind, or with `--check` name it. Returns the exit status."
     files, refused = derived()
-    behind = [
-        p for p, data in sorted(files.items()) if data is None or not p.exists() or p.read_bytes() != data
-    ]
+    behind = sorted(p for p, data in files.items() if data != (p.read_bytes() if p.exists() else None))
     for path in behind:
         name = path.relative_to(notebook.ROOT)
         if args.check:

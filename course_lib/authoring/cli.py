@@ -39,33 +39,29 @@ def parser():
     subs = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     add = {name: subs.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
            for name, (_, _, about) in COMMANDS.items()}  # fmt: skip
+    yes = {"action": "store_true"}
     for name in ("list", "doctor", "figures"):
-        add[name].add_argument("--json", action="store_true", help="print JSON")
+        add[name].add_argument("--json", help="print JSON", **yes)
     add["lab"].add_argument("lesson", nargs="?", **LESSON)
-    add["lab"].add_argument("--no-browser", action="store_true", help="print the address (or NO_BROWSER=1)")
+    add["lab"].add_argument("--no-browser", help="print the address (or NO_BROWSER=1)", **yes)
     add["lab"].add_argument("--port", type=int, default=8888, metavar="N", help="default: 8888")
     add["run"].add_argument("lessons", nargs="*", **LESSON)
-    add["run"].add_argument("--all", action="store_true", help="every lesson")
+    add["run"].add_argument("--all", help="every lesson", **yes)
     add["check"].add_argument("lessons", nargs="+", **LESSON)
     add["check"].add_argument("--exercise", metavar="N", help="judge this one alone: 3 or roofline.3")
     add["check"].add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a cell")
     add["reset"].add_argument("lesson", **LESSON)
+    copies = {"type": Path, "default": notebook.WORK, "metavar": "DIR", "help": "your copies; default: work/"}
     for name in ("list", "lab", "check", "reset"):
-        add[name].add_argument(
-            "--work", type=Path, default=notebook.WORK, metavar="DIR", help="default: work/"
-        )
-    add["build"].add_argument(
-        "--check", action="store_true", help="write nothing; fail where something is behind"
-    )
+        add[name].add_argument("--work", **copies)
+    for name in ("build", "record"):
+        add[name].add_argument("--check", help="write nothing; fail where something is behind", **yes)
     add["record"].add_argument("lessons", nargs="*", **LESSON)
-    add["record"].add_argument("--cpu", action="store_true", help="marked cells alone, on any machine")
-    add["record"].add_argument(
-        "--check", action="store_true", help="write nothing; fail where something is behind"
-    )
-    add["record"].add_argument("--parallel", action="store_true", help="lessons side by side, a GPU for each")
+    add["record"].add_argument("--cpu", help="marked cells alone, on any machine", **yes)
+    add["record"].add_argument("--parallel", help="lessons side by side, a GPU for each", **yes)
     add["record"].add_argument("--out", type=Path, metavar="DIR", help="write the notebooks there")
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
-    add["record"].add_argument("--dirty", action="store_true", help="course_lib has uncommitted changes")
+    add["record"].add_argument("--dirty", help="course_lib has uncommitted changes", **yes)
     return top
 
 

@@ -64,6 +64,8 @@ class Ran:
 @functools.cache
 def has_cuda():
     "Whether a kernel here finds a CUDA device. Asked in another process: torch is not imported for it."
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 

@@ -40,9 +40,9 @@ def stub(text):
             )
     rest = BLOCK.sub(lambda m: "\n" * m[0].count("\n"), text)
     if m := LIKE_A_MARKER.search(rest):
+        line = rest.count("\n", 0, m.start()) + 1
         raise CourseError(
-            f"the marker at line {rest.count(chr(10), 0, m.start()) + 1} belongs to no block: BEGIN and END stand "
-            "alone on their lines as `### BEGIN SOLUTION`, indented alike, and a STARTER block follows at once"
+            f"the marker at line {line} belongs to no block: look at its BEGIN, END and indentation"
         )
     made = BLOCK.sub(_replacement, text)
     _parse(made, "the cell isn't valid Python once its blocks are replaced")

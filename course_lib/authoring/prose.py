@@ -19,9 +19,8 @@ UNIT_AFTER = re.compile(rf"{GAP}({UNIT})(?![\w/])")
 BARE = re.compile(
     rf"(?<![\w.,<]){NUMBER}{GAP}(?:(?!s\b|x\b|×)(?:{UNIT})|(?<!\d)s|(?<=\d)x|×(?!\s*(?:\d|\(|\w\b)))(?![\w/])"
 )
-NO_PROSE = re.compile(
-    r"```.*?```|(`+)(?!`).*?(?<!`)\1(?!`)|\$\$.*?\$\$|\$[^$\n]+\$|<(?!!--)[^<>]*>", re.DOTALL
-)
+CODE = r"```.*?```|(`+)(?!`).*?(?<!`)\1(?!`)"
+NO_PROSE = re.compile(rf"{CODE}|\$\$.*?\$\$|\$[^$\n]+\$|<(?!!--)[^<>]*>", re.DOTALL)
 
 
 def like(printed, value):
@@ -60,9 +59,7 @@ def tag_problems(text, figures):
         elif figure is None:
             found.append(f"{number[0]} is tagged {m[1]}, which is not recorded")
         elif number[0] != (now := like(number[0], figure["value"])):
-            found.append(
-                f"{number[0]} is tagged {m[1]}, which is recorded as {now}: `course record` renews it"
-            )
+            found.append(f"{number[0]} is tagged {m[1]}, which is {now} now: `course record` renews it")
         elif unit and re.fullmatch(UNIT, figure["unit"]) and _same(unit[1]) != _same(figure["unit"]):
             found.append(f"{number[0]} {unit[1]} is tagged {m[1]}, which is recorded in {figure['unit']}")
     return found
@@ -92,13 +89,12 @@ def problems(nb, figures):
 
 def noted(nb):
     "The figures that the code may note, as patterns: `toy.rate`, and `toy.rate.*` of an f-string."
-    trees = [tree for _, tree, *_ in stamps.flow(nb) if tree]
-    nodes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant | ast.JoinedStr)]
-    pieces = {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in n.values}
-    whole = [getattr(n, "values", [n]) for n in nodes if id(n) not in pieces]
+    nodes = [n for _, tree, *_ in stamps.flow(nb) if tree for n in ast.walk(tree)]
+    strings = [n.values for n in nodes if isinstance(n, ast.JoinedStr)]
+    pieces = {v for values in strings for v in values}
+    strings += [[n] for n in nodes if isinstance(n, ast.Constant) and n not in pieces]
     names = {
-        "".join(str(getattr(v, "value", "")) if isinstance(v, ast.Constant) else "*" for v in w)
-        for w in whole
+        "".join(str(v.value) if isinstance(v, ast.Constant) else "*" for v in values) for values in strings
     }
     slug = nb["metadata"]["course"]["slug"]
     return sorted(n for n in names if re.fullmatch(rf"{slug}\.(?!\d+$)[\w.*]+", n))

@@ -36,14 +36,10 @@ def lesson_map(lessons):
 
 def figure_table(figures):
     "The recorded figures: name, value, unit, bar, machine, date."
-    rows = [
-        (f"`{f['name']}`", recorded.shown(f), f["unit"], bar(f), f["machine"], f["date"]) for f in figures
-    ]
-    return (
-        _table(("figure", "value", "unit", "bar", "machine", "date"), rows)
-        if rows
-        else "None recorded yet.\n"
-    )
+    head, rows = ("figure", "value", "unit", "bar", "machine", "date"), []
+    for f in figures:
+        rows.append((f"`{f['name']}`", recorded.shown(f), f["unit"], bar(f), f["machine"], f["date"]))
+    return _table(head, rows) if rows else "None recorded yet.\n"
 
 
 def bar(figure):
@@ -57,7 +53,5 @@ def bar(figure):
 def _table(head, rows):
     "A Markdown table; numbers stand right."
     right = ["--:" if name in ("minutes", "exercises", "value") else "---" for name in head]
-    rows = [
-        [re.sub(r"\s+", " ", str(cell)).replace("|", "\\|") for cell in row] for row in (head, right, *rows)
-    ]
+    rows = ([re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in row] for row in (head, right, *rows))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

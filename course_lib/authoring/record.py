@@ -9,26 +9,14 @@ import datetime
 import fnmatch
 import json
 import os
+import platform
 import queue
 import re
 import subprocess
 import sys
 
-from course_lib.authoring import kernel, notebook, outputs, prose, run, stamps
+from course_lib.authoring import kernel, notebook, outputs, prose, rules, run, stamps
 from course_lib.authoring.notebook import CourseError
-
-ABOUT = """
-import json, platform
-import torch
-from course_lib import machine
-try:
-    from triton import __version__ as triton
-except ImportError:
-    triton = None
-gpus = torch.cuda.device_count()
-print(json.dumps({"gpu": f"{gpus} × " * (gpus > 1) + machine.name(), "host": machine.host(),
-                  "torch": torch.__version__, "triton": triton, "python": platform.python_version()}))
-"""
 
 
 def record_cmd(args):
@@ -56,7 +44,7 @@ def behind(nb):
     "What a recording of the worked notebook `nb` would bring up to date, as sentences; nothing for a draft."
     if notebook.is_draft(nb):
         return []
-    figures = notebook.stamp(nb)["figures"]
+    figures = notebook.stamp(nb).get("figures", {})
     missing = [name for name in prose.noted(nb) if not fnmatch.filter(figures, name)]
     found = {"cells changed since they were recorded": stamps.stale(nb), "figures not recorded": missing}
     return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
@@ -64,18 +52,18 @@ def behind(nb):
 
 def _check(path):
     nb = notebook.load(path)
+    rules.check(nb, path.stem)
     if found := behind(nb) + outputs.problems(nb):
         raise CourseError(f"{path.stem}: {'; '.join(found)}")
-    return f"{path.stem}: " + (
-        "a draft, without a recording from a GPU" if notebook.is_draft(nb) else "up to date"
-    )
+    return f"{path.stem}: {'a draft: no recording from a GPU' if notebook.is_draft(nb) else 'up to date'}"
 
 
 def _record(path, args):
     nb = notebook.load(path)
+    rules.check(nb, path.stem)
     source = None if args.cpu else _provenance(args)
     env = {"COURSE_RECORDING": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
-    result = run.execute(nb, path.stem, ask=None if args.cpu else ABOUT, env=env)
+    result = run.execute(nb, path.stem, env=env)
     if result.failed:
         cell, error = result.failed
         raise CourseError(f"{path.stem}, cell `{cell['id']}`: {error}; nothing was recorded")
@@ -100,11 +88,13 @@ def store(nb, result, source):
             if source or run.is_marked(cell):
                 cell["outputs"] = outputs.clean(json.loads(json.dumps(ran.outputs)))
                 new[cell["id"]] = now[cell["id"]]
+        elif cell["cell_type"] == "code":  # an empty one
+            cell |= {"execution_count": None, "outputs": []}
     nb["metadata"].pop("widgets", None)
     nb["metadata"]["language_info"] = {"name": "python"}
     figures = stamp.get("figures", {})
     if source:
-        about, today = json.loads(result.asked), datetime.date.today().isoformat()
+        about, today = _about(), datetime.date.today().isoformat()
         mine = {"machine": about["gpu"], "torch": about["torch"], "date": today, "commit": source["commit"]}
         figures = {n: figures[n] for name in prose.noted(nb) for n in fnmatch.filter(figures, name)}
         # Six digits say all that a measurement knows.
@@ -116,6 +106,22 @@ def store(nb, result, source):
         if cell["cell_type"] == "markdown":
             cell["source"] = prose.renewed(notebook.source(cell), figures).splitlines(keepends=True)
     return len(new)
+
+
+def _about():
+    "The machine and the versions of a recording."
+    import torch
+
+    from course_lib import machine
+
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = None
+    gpus = torch.cuda.device_count()
+    name = f"{gpus} × " * (gpus > 1) + machine.name()
+    versions = {"torch": torch.__version__, "triton": triton, "python": platform.python_version()}
+    return {"gpu": name, "host": machine.host(), **versions}
 
 
 def _side_by_side(paths, args):

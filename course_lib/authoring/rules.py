@@ -8,8 +8,6 @@ from course_lib.authoring.notebook import CourseError
 
 METADATA = {"slug": str, "title": str, "part": str, "minutes": int, "needs": str}
 EXERCISE = {"id": str, "title": str, "minutes": int, "difficulty": int}
-# What a lesson does without a GPU (`course doctor`), and whether `course record` gives it every GPU.
-CHOICES = {"without_gpu": ("cpu", "interpreter", "simulated"), "gpus": ("all",)}
 TAGS = {"exercise", "check", "slow", "predict"}
 # These make nbval accept a cell that fails, or leave it out.
 SILENCERS = re.compile(r"#\s*(NBVAL_(?:SKIP|IGNORE_OUTPUT|RAISES_EXCEPTION)|PYTEST_VALIDATE_IGNORE_OUTPUT)")
@@ -17,10 +15,8 @@ SILENCERS = re.compile(r"#\s*(NBVAL_(?:SKIP|IGNORE_OUTPUT|RAISES_EXCEPTION)|PYTE
 
 def check(nb, stem):
     "Raise CourseError, naming notebook, cell and rule, where nbs/<stem>.ipynb breaks a rule."
-    # One after the other: a rule relies on those before it.
-    for cell, broken, why in itertools.chain(
-        _of_notebook(nb, stem), _of_cells(nb), _of_exercises(nb, stem[3:])
-    ):
+    rules = itertools.chain(_of_notebook(nb, stem), _of_cells(nb), _of_exercises(nb, stem[3:]))
+    for cell, broken, why in rules:  # one after the other: a rule relies on those before it
         if broken:
             refuse(stem, cell, why)
 
@@ -31,24 +27,17 @@ def refuse(stem, cell, why):
     raise CourseError(f"{place}: {why}")
 
 
-def _keys(found, expected):
-    "(whether keys are missing, a sentence that names them)."
-    lacks = not isinstance(found, dict) or any(
-        type(found.get(k)) is not t or not found[k] for k, t in expected.items()
-    )
-    return (
-        lacks,
-        f" must hold {', '.join(f'{k} ({t.__name__})' for k, t in expected.items())}; it is {found!r}",
-    )
+def _lacks(found, expected):
+    "What is wrong with metadata that must hold keys of a type; '' where nothing is."
+    good = isinstance(found, dict) and all(type(found.get(k)) is t and found[k] for k, t in expected.items())
+    wanted = ", ".join(f"{k} ({t.__name__})" for k, t in expected.items())
+    return "" if good else f"must hold {wanted}; it is {found!r}"
 
 
 def _of_notebook(nb, stem):
     course = nb["metadata"].get("course")
-    lacks, what = _keys(course, METADATA)
-    yield None, lacks, "metadata.course" + what
-    for key, ways in CHOICES.items():
-        way = course.get(key, ways[0])
-        yield None, way not in ways, f"metadata.course.{key} is {way!r}; expected one of {', '.join(ways)}"
+    lacks = _lacks(course, METADATA)
+    yield None, lacks, f"metadata.course {lacks}"
     slug = course["slug"]
     yield None, stem[3:] != slug, f"metadata.course.slug is {slug!r}; the file's name must agree"
 
@@ -100,8 +89,8 @@ def _of_exercises(nb, slug):
         if "check" not in tags:
             yield cell, "exercise" in cell["metadata"], "metadata.exercise on a cell without the tag check"
             continue
-        lacks, what = _keys(found, EXERCISE)
-        yield cell, lacks, "a check cell's metadata.exercise" + what
+        lacks = _lacks(found, EXERCISE)
+        yield cell, lacks, f"a check cell's metadata.exercise {lacks}"
         name, level, count = found["id"], found["difficulty"], count + 1
         yield cell, name != f"{slug}.{count}", f"exercise {name} comes where {slug}.{count} is expected"
         yield cell, level not in (1, 2, 3), f"difficulty is {level}; expected 1, 2 or 3"

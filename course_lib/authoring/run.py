@@ -18,39 +18,34 @@ MARKED = re.compile(r"^\s*#+\s*NBVAL_CHECK_OUTPUT\s*$", re.MULTILINE)
 class Execution:
     """What came of a worked lesson.
 
-    `ran`: cell id to kernel.Ran, in order; `failed`: (cell, error) or None; `figures`: name to {value, unit},
-    as noted; `asked`: what the code given as `ask` printed.
+    `ran`: cell id to kernel.Ran, in order; `failed`: (cell, error) or None; `figures`: name to {value, unit}.
     """
 
     ran: dict = field(default_factory=dict)
     failed: tuple | None = None
     figures: dict = field(default_factory=dict)
-    asked: str = ""
 
 
-def execute(nb, name, timeout=None, ask=None, env=None):
+def execute(nb, name, timeout=None, env=None):
     """Execute the code cells of the worked notebook `nb` (a dict) in order, until one fails.
 
     The kernel's folder is a temporary one, so that nothing a cell writes lands in the repository. `name` is
-    for the lines that are printed; `ask` is code to run at the end, its print kept; `env` adds variables.
+    for the lines that are printed; `env` adds variables.
     """
     cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
     cells = [{**c, "source": notebook.source(c)} for c in cells]
-    last = {"cell_type": "code", "id": "ask", "metadata": {}, "source": ask or "pass"}
     result = Execution()
     with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
         notes, folder = Path(scratch, "figures.jsonl"), Path(scratch, "nbs")
         folder.mkdir()
         env = {"COURSE_FIGURES": str(notes), **(env or {})}
-        with kernel.Session([*cells, last], folder, timeout, env=env) as session:
+        with kernel.Session(cells, folder, timeout, env=env) as session:
             for i, cell in enumerate(cells):
                 ran = result.ran[cell["id"]] = session.execute(i)
                 print(f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s", flush=True)
                 if ran.error:
                     result.failed = cell, ran.error
                     break
-            else:
-                result.asked = session.execute(len(cells)).stdout
         if notes.exists():
             rows = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
             result.figures = {row.pop("name"): row for row in rows}

@@ -15,7 +15,7 @@ from course_lib.authoring import notebook
 
 
 class Names:
-    "The names that code takes from outside (`reads`), binds (`defines`), and writes into (`changes`: `x.a = 1`)."
+    "Names that code takes from outside (`reads`), binds (`defines`) and writes into (`changes`: x.a = 1)."
 
     def __init__(self, tree):
         self.reads, self.defines = _follow(compile(tree, "cell", "exec"))

@@ -47,7 +47,7 @@ import torch
 
 from course_lib.fusion.bytes import chain_bytes
 from course_lib.fusion.capturing import capture
-from course_lib.fusion.codegen import Layout, build, kernel_source, run_grid
+from course_lib.fusion.codegen import Layout, build, kernel_source
 from course_lib.fusion.graph import CannotCapture, CannotFuse, Graph, Node
 from course_lib.fusion.race import chains, race
 from course_lib.meter import operators
@@ -128,7 +128,7 @@ class Fused:
         ]
         if plan.kernel is not None:
             pointers = [tensors[k] for k in plan.pointers] + [new[k] for k in plan.stored]
-            run_grid(plan.kernel, plan.grid, [*pointers, plan.n], BLOCK=BLOCK, num_warps=WARPS)
+            plan.kernel[plan.grid](*pointers, plan.n, BLOCK=BLOCK, num_warps=WARPS)
             self.launches += 1
         new = iter(new)
         outputs = [next(new) if into is None else tensors[into] for into in captured.written]

@@ -1,5 +1,7 @@
 "Checks of fusion, the first half. Oracles: meter, float64, a walk of the graph, tiles that keep count."
 
+import importlib.util
+import inspect
 import math
 import random
 
@@ -12,7 +14,7 @@ from course_lib.fusion import check_inputs as inputs
 from course_lib.fusion import check_tiles as fusion_tiles
 from course_lib.fusion.check_compiled import centre, standardise  # noqa: F401
 from course_lib.fusion.check_memory import choose  # noqa: F401
-from course_lib.fusion.codegen import TRITON
+from course_lib.fusion.codegen import TRITON, build
 from course_lib.fusion.graph import Node
 
 # --- fusion.1 ---------------------------------------------------------------------------
@@ -151,7 +153,9 @@ def _refuses(answer, what, fn):
 def generate(answer):
     for case in range(30):
         graph, shapes, full = inputs.graph(case)
-        _one_kernel(answer, graph, shapes, full, block=random.choice([8, 16, 32]))
+        source = _one_kernel(answer, graph, shapes, full, block=random.choice([8, 16, 32]))
+        if case < 5:  # each kind of shapes
+            _compiles(source, [*shapes, *[full] * len(graph.outputs)])
 
 
 def _one_kernel(answer, graph, shapes, full, block):
@@ -189,6 +193,19 @@ def _one_kernel(answer, graph, shapes, full, block):
         f"{what}: a program makes {counts['operations']} operations, {most} are enough for {_text(graph)}: "
         "compute each node that an output needs once",
     )
+    return source
+
+
+def _compiles(source, shapes):
+    "Require the compiler for a GPU to take a kernel, where Triton is installed; no GPU is needed."
+    if importlib.util.find_spec("triton") is None:
+        return
+    from course_lib.kernels import compiled
+
+    fn = build(source, "cpu").fn
+    values = [*(torch.zeros(shape) for shape in shapes), math.prod(shapes[-1]), 16]
+    if reason := compiled.refusal(fn, dict(zip(inspect.signature(fn).parameters, values, strict=True))):
+        raise core.Wrong(f"{fn.__name__} gives the right results, but {reason}")
 
 
 def _operations(node):

@@ -9,7 +9,6 @@ casts: a value on its way through the kernel is never rounded, as in code from t
 is nearer to the exact result than the same chain of operators.
 """
 
-import contextlib
 import itertools
 import linecache
 import math
@@ -302,55 +301,6 @@ def build(source, device):
         from triton.runtime.jit import JITFunction
 
         return JITFunction(made[0])
-    from triton.runtime.interpreter import InterpretedFunction
+    from course_lib.kernels import interpret
 
-    return InterpretedFunction(made[0])
-
-
-def run_grid(kernel, grid, args, **more):
-    "Launch a kernel from `build`."
-    if type(kernel).__name__ != "InterpretedFunction":
-        kernel[grid](*args, **more)
-        return
-    import numpy
-    import triton.language as tl
-
-    # Lanes behind the mask hold zeros, whose logarithm nobody wants to read about.
-    with numpy.errstate(all="ignore"), _put_back(tl, tl.core, tl.math, tl.tensor, tl.dtype), _rounding(tl):
-        kernel[grid](*args, **more)
-
-
-@contextlib.contextmanager
-def _rounding(tl):
-    "Round to bfloat16 as a GPU does: the interpreter cuts the digits off."
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    cast = builder.cast_impl
-
-    def rounded(src, dst_type):
-        if dst_type.scalar != tl.bfloat16 or src.dtype.scalar == tl.bfloat16:
-            return cast(src, dst_type)
-        half = torch.from_numpy(src.data.astype("float32")).bfloat16()
-        return interpreter.TensorHandle(half.view(torch.int16).numpy().view("uint16"), tl.bfloat16)
-
-    builder.cast_impl = rounded
-    try:
-        yield
-    finally:
-        del builder.cast_impl
-
-
-@contextlib.contextmanager
-def _put_back(*places):
-    "Some versions of the interpreter leave their functions in triton.language, where a compiler finds them."
-    kept = [(place, dict(vars(place))) for place in places]
-    try:
-        yield
-    finally:
-        for place, before in kept:
-            for name, value in list(vars(place).items()):
-                if name not in before:
-                    delattr(place, name)
-                elif value is not before[name]:
-                    setattr(place, name, before[name])
+    return interpret.interpreter.InterpretedFunction(made[0])

@@ -4,18 +4,14 @@ Logits of a language model are the largest tensor of its step: 8,192 tokens by 1
 are 2.1 GB. The formula in torch keeps log-probabilities of that size and makes a gradient of that size. Here
 the forward pass reads the logits once and keeps one number a row, the logarithm of the sum of exponentials;
 the backward pass reads them again, makes the gradient from that number and writes it where the logits were.
-Nothing of their size stands beside them. Bytes: one read forward, a read and a write backward, 3 n in all.
-
-The logits are gone after the backward pass, and autograd is told so: whoever else saved them gets torch's
-error about an in-place change. (The gradient could be made in the forward pass too: the same bytes, but then
-a loss that is only evaluated would lose its logits.)
+Autograd is told that the logits are gone: whoever else saved them gets torch's error about in-place changes.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from course_lib.kernels import KernelError, launch
+from course_lib.kernels import interpret  # noqa: F401 (mends the interpreter)
 
 
 @triton.jit
@@ -64,102 +60,56 @@ class CrossEntropy(torch.autograd.Function):
     "One loss a row, for autograd."
 
     @staticmethod
-    def forward(ctx, logits, target, ignore_index, inplace, block, warps):
+    def forward(ctx, logits, target, ignore_index, inplace, block):
         rows, columns = logits.shape
         loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
         lse = torch.empty_like(loss)
         if rows:
             forward_kernel[(rows,)](
                 logits, target, loss, lse, columns, *logits.stride(), target.stride(0), ignore_index,
-                BLOCK=block, num_warps=warps,
+                BLOCK=block, num_warps=8,
             )  # fmt: skip
         ctx.save_for_backward(logits, target, lse)
-        ctx.settings = ignore_index, inplace, block, warps
+        ctx.settings = ignore_index, inplace, block
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, scale):
         logits, target, lse = ctx.saved_tensors
-        ignore_index, inplace, block, warps = ctx.settings
+        ignore_index, inplace, block = ctx.settings
         grad = logits.detach() if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         rows, columns = logits.shape
         if rows:
             backward_kernel[(rows, triton.cdiv(columns, block))](
                 logits, grad, target, lse, scale, columns, *logits.stride(), *grad.stride(), target.stride(0),
-                scale.stride(0), ignore_index, BLOCK=block, num_warps=warps,
+                scale.stride(0), ignore_index, BLOCK=block, num_warps=8,
             )  # fmt: skip
         if inplace:
             torch.autograd.graph.increment_version(logits)
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None
 
 
-def cross_entropy(logits, target, *, ignore_index=-100, reduction="mean", inplace=True, block=8192, warps=8):
+def cross_entropy(logits, target, *, ignore_index=-100, reduction="mean", inplace=True, block=8192):
     """Cross-entropy of logits [rows, classes] and class numbers [rows]; the loss is float32.
 
     logits     float32, float16 or bfloat16, any strides
     target     int64 or int32; rows whose target is `ignore_index` count nowhere. A class that doesn't exist
                makes the loss NaN: to raise would mean to wait for the GPU.
     reduction  "mean" over the rows that count, "sum", or "none" for one loss a row
-    inplace    the backward pass writes the gradient over the logits, which are lost. False keeps them.
-    block, warps  classes taken at a time, and warps for them; 8,192 and 8 were the fastest of 12 pairs on an
-               H200 (8,192 rows of 131,072 classes, bfloat16)
+    inplace    the backward pass writes the gradient over the logits, which are lost. They may be no leaf,
+               nor an expanded tensor, whose rows share memory. False keeps them.
+    block      classes taken at a time; 8,192 with 8 warps were the fastest of 12 pairs on an H200
 
     Source of the one pass: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    check(logits, target, reduction, inplace)
-    launch.power_of_two("cross_entropy", block=block, warps=warps)
     block = min(block, triton.next_power_of_2(logits.shape[1]))
-    loss = CrossEntropy.apply(logits, target, ignore_index, inplace, block, warps)
+    loss = CrossEntropy.apply(logits, target, ignore_index, inplace, block)
     if reduction == "none":
         return loss
     return loss.sum() / (target != ignore_index).sum() if reduction == "mean" else loss.sum()
 
 
-def check(logits, target, reduction, inplace):
-    name = "cross_entropy"
-    launch.check(name, dims=2, logits=logits)
-    launch.check(name, dims=1, dtypes=(torch.int64, torch.int32), target=target)
-    if logits.shape[:1] != target.shape:
-        raise KernelError(
-            f"{name} takes one target for each row of logits, "
-            f"and was given logits {list(logits.shape)} and target {list(target.shape)}"
-        )
-    if logits.device != target.device:
-        raise KernelError(f"{name} needs logits and target on one device, "
-                          f"and they are on {logits.device} and {target.device}")  # fmt: skip
-    if not logits.shape[1]:
-        raise KernelError(f"{name} takes at least one class, and was given logits {list(logits.shape)}")
-    launch.at_most(name, "logits with rows", logits.shape[0], launch.MOST_PROGRAMS, "split the batch")
-    if reduction not in ("mean", "sum", "none"):
-        raise KernelError(f"{name} takes reduction='mean', 'sum' or 'none', and was given {reduction!r}")
-    if not (inplace and logits.requires_grad and torch.is_grad_enabled()):
-        return
-    if logits.is_leaf:
-        raise KernelError(
-            f"{name} would overwrite logits, a leaf whose gradient you want: pass inplace=False"
-        )
-    if any(size > 1 and not stride for size, stride in zip(logits.shape, logits.stride(), strict=True)):
-        raise KernelError(f"{name} can't write the gradient over expanded logits, whose rows share memory: "
-                          "pass inplace=False")  # fmt: skip
-
-
-def cross_entropy_reference(logits, target, ignore_index=-100, reduction="mean"):
-    "The same in torch, in float32 at least."
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.nn.functional.cross_entropy(
-        wide, target.long(), ignore_index=ignore_index, reduction=reduction
-    )
-
-
-def bytes_moved(rows, classes, dtype, backward=True):
-    "Bytes: the logits read forward; with the backward pass read again and written. Targets, losses, sums."
-    wide = 3 if backward else 1
-    return (
-        wide * rows * classes * dtype.itemsize + rows * (8 + 4 + 4) + (rows * (8 + 4 + 4) if backward else 0)
-    )
-
-
-def intensity(rows, classes, dtype, backward=True):
-    "FLOPs per byte: four an element forward, and four backward."
-    return (8 if backward else 4) * rows * classes / bytes_moved(rows, classes, dtype, backward)
+def intensity(rows, classes, dtype):
+    "FLOPs per byte of both passes: eight an element, read twice and written; a target, loss and sum a row."
+    return 8 * rows * classes / (3 * rows * classes * dtype.itemsize + 2 * rows * (8 + 4 + 4))

@@ -18,16 +18,8 @@ from torch.utils._pytree import tree_iter
 from course_lib.meter import operators
 
 # A name is found in an operator's without its underscores, such as allgatherintotensor; longer names first.
-NAMES = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "barrier",
-    "gather",
-    "scatter",
-)
+NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier",
+         "gather", "scatter", "reduce")  # fmt: skip
 # What stays on the rank.
 LOCAL = {"wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
 # The arguments that hold what a rank hands in. Operators that work in place have no other.

@@ -173,17 +173,17 @@ def _inductor_metrics():
 
 
 def _explain(found, reasons, compilations):
-    "Add breaks and recompiles to `found`, each break once by its place in the code."
-    breaks = {}
+    "Add breaks and recompiles to `found`, each break once by its place and reason."
+    breaks = {}  # a dict, for the order; torch 2.11 doesn't give the column
     for r in reasons:
         mine = [f for f in r.user_stack if not f.filename.startswith(TORCH)]
         frame = mine[-1] if mine else traceback.FrameSummary(TORCH, 0, "")
-        breaks.setdefault((frame.filename, frame.lineno, frame.colno), r.reason)
+        breaks[frame.filename, frame.lineno, frame.colno, _reason(r.reason)] = None
     for m in compilations:
         why = m.fail_reason or ""
         if m.fail_type is None and m.recompile_reason is not None:
             # Such as "0/1: n == 2   # for _ in range(n)  # file".
-            guard = re.sub(r"^[\d/]+: ", "", _first_line(m.recompile_reason)).split("  # ")[0].strip()
+            guard = re.sub(r"^[\d/]+: ", "", _reason(m.recompile_reason)).split("  # ")[0].strip()
             found.recompiles.append(Recompile(guard, place(m.co_filename, m.co_firstlineno)))
         elif "recompile limit" in why or "recompile_limit" in why:
             found.limited = True
@@ -192,12 +192,13 @@ def _explain(found, reasons, compilations):
             at = (m.fail_user_frame_filename, m.fail_user_frame_lineno)
             at = (m.co_filename, m.co_firstlineno) if None in at else at
             if at not in {key[:2] for key in breaks}:
-                breaks[*at, None] = why or m.fail_type
-    for (path, line, _), why in breaks.items():
-        # A jump that depends on a tensor has two names.
-        reason = re.sub("^generic_jump.*", "Data-dependent branching", _first_line(why))
-        found.breaks.append(Break(reason, place(path, line), linecache.getline(path, line).strip()))
+                breaks[*at, None, _reason(why or m.fail_type)] = None
+    found.breaks += [
+        Break(reason, place(path, line), linecache.getline(path, line).strip())
+        for path, line, _, reason in breaks
+    ]
 
 
-def _first_line(text):
-    return text.strip().partition("\n")[0]
+def _reason(text):
+    "The first line. A jump that depends on a tensor has two names."
+    return re.sub("^generic_jump.*", "Data-dependent branching", text.strip().partition("\n")[0])

@@ -35,9 +35,14 @@ class Memory(TorchDispatchMode):
     def __init__(self, device="cpu", at_least=0, ignore=None):
         super().__init__()
         self.allocator, self.at_least, self.ignore = device == "cuda", at_least, ignore
-        self.line, self.marks, self.peak, self.now, self.most_tensors = [], [], 0, 0, 0
+        self.line, self.marks, self.peak, self.most_tensors = [], [], 0, 0
         self._sizes = {}  # of the storages that are alive and were made in the block
+        self._bytes = 0  # their sum
         self._start = torch.cuda.memory_allocated() if self.allocator else 0
+
+    @property
+    def now(self):
+        return torch.cuda.memory_allocated() - self._start if self.allocator else self._bytes
 
     @property
     def tensors(self):
@@ -53,9 +58,7 @@ class Memory(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self.ignore and self.ignore():
             return out
-        if self.allocator:
-            self.now = torch.cuda.memory_allocated() - self._start
-        else:
+        if not self.allocator:
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
             for storage in (t.untyped_storage() for t in _tensors(out)):
                 if storage._cdata not in given and storage.nbytes() >= self.at_least:
@@ -68,11 +71,11 @@ class Memory(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
+            self._bytes += storage.nbytes()
             weakref.finalize(storage, self._free, key)
 
     def _free(self, key):
-        self.now -= self._sizes.pop(key, 0)
+        self._bytes -= self._sizes.pop(key, 0)
 
 
 def _tensors(tree):

@@ -83,7 +83,7 @@ def draw_roofline(machines, points=(), hollow=False):
         near = after is not None and after[1] < 8 * x
         flat = near and 0.7 < after[2] / y < 1.4
         left = not left and near and not flat and after[2] < 2.5 * y
-        at, side = ((0, -14), "center") if flat else ((8, -9), "left")
+        at, side = ((0, 6 if hollow else -14), "center") if flat else ((8, -9), "left")
         if left:
             at, side = (-7, 5 if hollow else -9), "right"
         ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side)

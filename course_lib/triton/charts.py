@@ -118,31 +118,33 @@ def draw_roofline(name, peaks, points):
     return fig
 
 
-def draw_search(found, down, across, flops):
-    """A `tune.Map` drawn: TFLOP/s of the best configuration for each pair of two settings, and all, ranked.
+def draw_search(found, flops):
+    """`triton_timing.search` drawn: TFLOP/s of the best number of warps for each tile, and all, ranked.
 
-    `down` and `across` name the settings, `flops` is the work of one launch. A cross: none of them ran.
+    `flops` is the work of one launch. A cross: none of them ran.
     """
     import matplotlib.pyplot as plt
 
-    grid = flops / found.table(down, across) / 1e12
+    rates = {key: flops / seconds / 1e12 for key, seconds in found.items() if seconds}
+    rows, columns = (sorted({key[i] for key in found}) for i in range(2))
+    best = [
+        [max((v for k, v in rates.items() if k[:2] == (r, c)), default=0.0) for c in columns] for r in rows
+    ]
     fig, (ax, strip) = plt.subplots(1, 2, figsize=(7.4, 3.4), width_ratios=(1.2, 1))
-    known = grid[grid == grid]
-    top = known.max() if known.size else 1.0
-    ax.imshow(grid, cmap="Blues", origin="lower", aspect="auto", vmin=0, vmax=top)
-    for y in range(grid.shape[0]):
-        for x in range(grid.shape[1]):
-            v = grid[y, x]
-            ax.text(x, y, f"{v:.0f}" if v == v else "×", ha="center", va="center",
-                    color="white" if v > 0.6 * top else "black")  # fmt: skip
-    ax.set_xticks(range(grid.shape[1]), found.space[across])
-    ax.set_yticks(range(grid.shape[0]), found.space[down])
-    ax.set(xlabel=across, ylabel=down)
+    top = max(map(max, best)) or 1.0
+    ax.imshow(best, cmap="Blues", origin="lower", aspect="auto", vmin=0, vmax=top)
+    for y, line in enumerate(best):
+        for x, v in enumerate(line):
+            colour = "white" if v > 0.6 * top else "black"
+            ax.text(x, y, f"{v:.0f}" if v else "×", ha="center", va="center", color=colour)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set(xlabel="BN", ylabel="BM")
     ax.set_title("the best of each, TFLOP/s")
     ax.grid(False)
-    rates = [flops / t.seconds / 1e12 for t in found.ranked()]
-    strip.plot(range(1, len(rates) + 1), rates, ".", color=BLUE)
-    failed = sum(t.error is not None for t in found.trials)
+    ranked = sorted(rates.values(), reverse=True)
+    strip.plot(range(1, len(ranked) + 1), ranked, ".", color=BLUE)
+    failed = len(found) - len(rates)
     strip.set(xlabel="configuration, best first", ylabel="TFLOP/s", ylim=(0, None))
-    strip.set_title(f"{len(rates)} timed" + (f", {failed} would not run" if failed else ""))
+    strip.set_title(f"{len(ranked)} timed" + (f", {failed} would not run" if failed else ""))
     return fig

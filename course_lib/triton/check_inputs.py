@@ -1,6 +1,7 @@
 "What the checks of lesson triton share: kernels launched under watch, and inputs that lie among poison."
 
 import contextlib
+import importlib.util
 import inspect
 import random
 
@@ -17,7 +18,7 @@ def rows(kind, n, cols):
     "A matrix of one of the kinds in ROWS."
     x = torch.randn(n, cols)
     if kind == "far below zero":
-        return x - random.choice((40, 3000))
+        return x - 20_000
     if kind == "up to 300":
         return 100 * x.clamp(-3, 3)
     if kind == "ending in -inf":
@@ -91,6 +92,7 @@ class Kernel:
                 + ("put @triton.jit above it" if forgot else "pass the function under @triton.jit itself")
             )
         self.name, self.names = fn.__name__, list(inspect.signature(fn).parameters)
+        self.launched = {}  # {dtypes: the arguments of a launch}
         if len(self.names) != count or not set(constants) <= set(self.names):
             raise core.Wrong(
                 f"{self.name} takes ({', '.join(self.names)}); expected the {count} arguments of the lesson, "
@@ -98,18 +100,18 @@ class Kernel:
             )
 
     def run(self, grid, *args, what, changes=(), **constants):
-        """Launch it on `args` under `access.watch`; returns the watch.
+        """Launch it on `args` under `watch`; returns the watch.
 
         Raises `Wrong` for an exception, a race, an access outside, or a changed input: tensors that hold no
         poison before must be the same afterwards, but for those at the positions `changes`.
         """
-        from course_lib.kernels import access
+        from course_lib.kernels.watch import watch
 
         rounded = []
         whole = [a._base if isinstance(a, torch.Tensor) and a._base is not None else a for a in args]
         kept = [w.clone() if isinstance(w, torch.Tensor) else None for w in whole]
         try:
-            with access.watch() as w, _dots(rounded):
+            with watch() as w, _dots(rounded):
                 self.kernel[grid](*args, **constants)
         except Exception as e:
             if core._is_stub(e):
@@ -124,12 +126,22 @@ class Kernel:
             )
         for fault in [*w.outside, *w.races]:
             raise core.Wrong(f"{what}: {fault}")
+        dtypes = tuple(a.dtype for a in args if isinstance(a, torch.Tensor))
+        self.launched[dtypes] = dict(zip(self.names, args, strict=False)) | constants
         for i, before in enumerate(kept):
             if before is None or i in changes or _poison_all(before):
                 continue
             if not _same(whole[i], before):
                 raise core.Wrong(f"{what}: {self.name} stores to {self.names[i]}, which it should only read")
         return w
+
+    def compiles(self):
+        "Require the compiler for a GPU to take it too, for the dtypes of each launch; no GPU is needed."
+        from course_lib.kernels import compiled
+
+        for arguments in self.launched.values():
+            if reason := compiled.refusal(self.kernel, arguments):
+                raise core.Wrong(f"{self.name} is right in the interpreter, but {reason}")
 
     def moves_once(self, w, loads, stores, what):
         "Require each element of the arguments at these positions to be loaded, or stored, exactly once."
@@ -143,8 +155,8 @@ class Kernel:
             self._once(w.stores, position, label, "stored", what)
 
     def _once(self, accesses, position, label, verb, what):
-        found = accesses[self.names[position]]
-        if found.fewest < 1:
+        found = accesses.get(self.names[position])
+        if found is None or found.fewest < 1:
             raise core.Wrong(f"{what}: some element of {label} is never {verb}")
         if found.most > 1:
             raise core.Wrong(f"{what}: some element of {label} is {verb} {found.most} times; expected once")
@@ -156,24 +168,46 @@ class Kernel:
             raise core.Wrong(f"{what}: {label} is loaded {found:,} times in all, where {limit:,} are enough")
 
 
+def a_kernel_can_call(grouped):
+    "Require a function of four integers to compile within a kernel, where Triton is installed."
+    fn = getattr(grouped, "fn", grouped)  # under @triton.jit
+    if not inspect.isfunction(fn) or importlib.util.find_spec("triton") is None:
+        return
+    from course_lib.kernels import compiled, interpret
+
+    tl = interpret.tl
+    try:
+        called = interpret.jit.JITFunction(fn)
+    except Exception:  # a lambda, or without a text
+        return
+
+    def tile_kernel(out_ptr, pid, tiles_m, tiles_n, group):
+        row, column = called(pid, tiles_m, tiles_n, group)
+        tl.store(out_ptr, row)
+        tl.store(out_ptr + 1, column)
+
+    numbers = {"pid": 3, "tiles_m": 5, "tiles_n": 7, "group": 2}
+    if reason := compiled.refusal(tile_kernel, {"out_ptr": torch.zeros(2), **numbers}):
+        raise core.Wrong(f"{fn.__name__} is right, but a kernel can't call it: {reason}")
+
+
 @contextlib.contextmanager
 def _dots(rounded):
     "Append to `rounded` for each dot of fp32 blocks that a GPU would compute in tf32; here it can't be seen."
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
+    from course_lib.kernels import interpret
 
-    original = InterpreterBuilder.create_dot
+    original = interpret.Builder.create_dot
 
     def create_dot(self, a, b, d, input_precision, *args, **kwargs):
-        if a.dtype.scalar == tl.float32 and getattr(input_precision, "name", "") == "TF32":
+        if a.dtype.scalar == interpret.tl.float32 and getattr(input_precision, "name", "") == "TF32":
             rounded.append(True)
         return original(self, a, b, d, input_precision, *args, **kwargs)
 
-    InterpreterBuilder.create_dot = create_dot
+    interpret.Builder.create_dot = create_dot
     try:
         yield
     finally:
-        InterpreterBuilder.create_dot = original
+        interpret.Builder.create_dot = original
 
 
 def _call_if_stub(answer):

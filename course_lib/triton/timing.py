@@ -6,6 +6,7 @@ comparison are timed in turn, from CUDA graphs: see `kernels.replay`.
 """
 
 import functools
+import itertools
 import re
 
 import torch
@@ -47,22 +48,28 @@ def _matrix(*shape):
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def softmax_versions(rows=16384, columns=4096):
-    "TB/s by version of the softmax kernel, from three passes to the library's choice."
+def softmax_versions(three_passes, rows=16384, columns=4096):
+    "TB/s by version of the softmax kernel: three passes, one pass by number of warps, the autotuned one."
     from course_lib.kernels import softmax
 
-    plain = {"rows": 1, "warps": 4, "stages": 1, "programs": 0, "evict": "none"}
-    once = plain | {"evict": "both"}
-    versions = {
-        "three passes": softmax.three_passes,
-        "one pass": functools.partial(softmax.softmax, **plain),
-        "+ out of the cache at once": functools.partial(softmax.softmax, **once),
-        "+ two rows a program": functools.partial(softmax.softmax, **once | {"rows": 2}),
-        "+ programs that stay": functools.partial(softmax.softmax, **once | {"programs": 4, "stages": 2}),
-        "the library's choice": softmax.softmax,
-    }
+    versions = {"three passes": three_passes, "one pass": functools.partial(_softmax, num_warps=4)}
+    versions |= {f"+ {w} warps": functools.partial(_softmax, num_warps=w) for w in (2, 8, 16, 32)}
+    versions |= {"the library's choice": softmax.softmax}
     nbytes = softmax.bytes_moved(rows, columns, torch.bfloat16)
     return _rates(versions, lambda: (_matrix(rows, columns),), nbytes)
+
+
+def _softmax(x, num_warps):
+    "The one-pass kernel without its autotuner."
+    import triton
+
+    from course_lib.kernels import softmax
+
+    (rows, columns), out = x.shape, torch.empty_like(x)
+    block = triton.next_power_of_2(columns)
+    kernel = softmax.softmax_kernel.fn[(rows,)]
+    kernel(x, out, rows, columns, x.stride(0), BLOCK=block, num_warps=num_warps)
+    return out
 
 
 def softmax_rates(rows=16384, columns=4096):
@@ -130,7 +137,7 @@ def rmsnorm_rates(rows=16384, columns=4096):
             "compile": through_autograd(_compiled(norm)),
             "Triton": replay.Prepared(by_kernel),
         }
-        nbytes = rmsnorm.bytes_moved_backward(rows, columns, torch.bfloat16)
+        nbytes = rmsnorm.bytes_moved(rows, columns, torch.bfloat16, backward=True)
         inputs = lambda: (_matrix(rows, columns), _matrix(columns), _matrix(rows, columns))  # noqa: E731
         backward = _rates(contenders, inputs, nbytes)
     finally:
@@ -139,24 +146,31 @@ def rmsnorm_rates(rows=16384, columns=4096):
 
 
 def group_rates(n=8192, groups=(1, 2, 4, 8, 16)):
-    "TFLOP/s of the simple matmul kernel by rows of tiles in a group."
+    "TFLOP/s of the matmul kernel by rows of tiles in a group."
     from course_lib.kernels import matmul
 
-    contenders = {g: functools.partial(matmul.in_rows, block=(128, 256, 64), group=g) for g in groups}
+    tile = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3}
+    contenders = {g: functools.partial(matmul.matmul, **tile, GROUP=g) for g in groups}
     return _rates(contenders, lambda: (_matrix(n, n), _matrix(n, n)), matmul.flops(n, n, n))
 
 
 def search(n=4096):
-    "The search for the best tile and number of warps of the simple matmul kernel, as a `tune.Map`."
-    from course_lib.kernels import matmul, tune
+    "{(BM, BN, warps): seconds} of the matmul kernel by tile and warps; None where it doesn't run."
+    import triton
+
+    from course_lib.kernels import matmul, replay
 
     a, b = (_matrix(n, n) for _ in range(2))
-    space = {"BLOCK_M": [64, 128, 256], "BLOCK_N": [64, 128, 256], "warps": [4, 8]}
-
-    def launch(BLOCK_M, BLOCK_N, warps):
-        return matmul.in_rows(a, b, block=(BLOCK_M, BLOCK_N, 64), group=8, warps=warps)
-
-    return tune.search(launch, space, seconds=0.03)
+    found = {}
+    for bm, bn, warps in itertools.product((64, 128, 256), (64, 128, 256), (4, 8)):
+        tile = {"BM": bm, "BN": bn, "BK": 64, "GROUP": 8, "num_warps": warps, "num_stages": 3}
+        try:
+            took = replay.time_all({"": functools.partial(matmul.matmul, a, b, **tile)}, seconds=0.03)
+        except triton.runtime.errors.OutOfResources:
+            found[bm, bn, warps] = None
+        else:
+            found[bm, bn, warps] = took[""].median
+    return found
 
 
 def matmul_rates(shapes=None):

@@ -280,6 +280,14 @@ def _source(graph, shapes, *, mask=", mask=m", store_mask=", mask=m", index=None
     return head + "".join(f"    {line}\n" for line in lines)
 
 
+def leaves_the_block_a_number(graph, shapes):
+    return _source(graph, shapes).replace("BLOCK: tl.constexpr", "BLOCK")
+
+
+def keeps_values_in_a_dictionary(graph, shapes):
+    return _source(graph, shapes).replace("m = i < n", 'm = {"m": i < n}["m"]')
+
+
 def _plain(node, operands):
     return TRITON[node.op].format(*operands)
 
@@ -450,6 +458,7 @@ MUTANTS = {
         writes_expressions_within_expressions, expressions_without_brackets, rounds_the_numbers,
         loses_the_sign_of_numbers, a_kernel_for_each_output, writes_the_first_value_back,
         stores_each_output_twice, takes_an_input_that_is_an_output_for_done,
+        leaves_the_block_a_number, keeps_values_in_a_dictionary,
     ],
     "fusion.4": [
         compiled.the_starter, compiled.keeps_the_print, compiled.keeps_the_if, compiled.keeps_the_float,

@@ -469,6 +469,91 @@ probabilities_not_normalised = mutant(
 )
 stores_past_the_end = mutant("stores_past_the_end", "triton.7", ("p), mask=mask", "p)"))
 
+# --- right for most inputs ----------------------------------------------------------
+
+a_block_of_64 = mutant("a_block_of_64", "triton.1", ("tl.program_id(0) * BLOCK", "tl.program_id(0) * 64"))
+maximum_not_below_zero = mutant(
+    "maximum_not_below_zero", "triton.2", ("tl.max(x, axis=0)", "tl.maximum(tl.max(x, axis=0), 0.0)")
+)
+masks_with_a_large_number = mutant("masks_with_a_large_number", "triton.2", ('-float("inf")', "-10000.0"))
+eps_of_its_own = mutant("eps_of_its_own", "triton.3", ("/ n_cols + eps", "/ n_cols + 1e-6"))
+another_eps_of_its_own = mutant("another_eps_of_its_own", "triton.3", ("/ n_cols + eps", "/ n_cols + 1e-5"))
+W4 = "    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)\n"
+loads_w_for_each_row = mutant(
+    "loads_w_for_each_row",
+    "triton.4",
+    (W4, ""),
+    ("        hat = x * rstd\n", "    " + W4 + "        hat = x * rstd\n"),
+)
+maximum_from_zero = mutant("maximum_from_zero", "triton.7", ('top = -float("inf")', "top = 0.0"))
+ignores_two_numbers = mutant(
+    "ignores_two_numbers", "triton.7", ("target < 0", "(target == -1) | (target == -100)")
+)
+
+# --- legal Python, illegal Triton: right in the interpreter, and refused by the compi
+
+
+a_global_zero = mutant(
+    "a_global_zero",
+    "triton.1",
+    ("@triton.jit", "ZERO = 0.0\n\n\n@triton.jit"),
+    ("x_ptr + at, mask=mask", "x_ptr + at, mask=mask, other=ZERO"),
+)
+a_global_other = mutant(
+    "a_global_other",
+    "triton.2",
+    ("@triton.jit", 'LOWEST = -float("inf")\n\n\n@triton.jit'),
+    ('other=-float("inf")', "other=LOWEST"),
+)
+a_plain_helper = mutant(
+    "a_plain_helper",
+    "triton.2",
+    ("@triton.jit", "def shifted(x):\n    return tl.exp(x - tl.max(x, 0))\n\n\n@triton.jit"),
+    ("tl.exp(x - tl.max(x, axis=0))", "shifted(x)"),
+)
+tries = mutant(
+    "tries", "triton.2", ("    e = ", "    try:\n        pass\n    finally:\n        pass\n    e = ")
+)
+a_dictionary = mutant(
+    "a_dictionary",
+    "triton.3",
+    ("    rstd = ", '    kept = {"x": x}\n    rstd = '),
+    ("x * x", 'kept["x"] * x'),
+)
+python_sums = mutant(
+    "python_sums",
+    "triton.4",
+    ("tl.zeros((BLOCK,), tl.float32)", "0"),  # an integer at first and a block later
+)
+breaks_off = mutant(
+    "breaks_off",
+    "triton.5",
+    (
+        "range(0, K, BLOCK_K):\n",
+        "range(0, K + BLOCK_K, BLOCK_K):\n        if start >= K:\n            break\n",
+    ),
+)
+
+
+def a_list_of_tiles(pid, tiles_m, tiles_n, group):
+    tiles = []
+    for first in range(0, tiles_m, group):
+        for column in range(tiles_n):
+            tiles += [(row, column) for row in range(first, min(first + group, tiles_m))]
+    return tiles[pid]
+
+
+def pythons_integers(pid, tiles_m, tiles_n, group):
+    first = int(pid / (group * tiles_n)) * group
+    height = min(tiles_m - first, group)
+    within = pid % (group * tiles_n)
+    return first + within % height, int(within / height)
+
+
+an_integer_maximum = mutant(
+    "an_integer_maximum", "triton.7", ("top = -float", "top = -10**9 if True else -float")
+)
+
 MUTANTS = {
     "triton.1": [
         no_mask,
@@ -484,6 +569,8 @@ MUTANTS = {
         into_x,
         one_program_does_it_all,
         interleaved_by_the_wrong_stride,
+        a_global_zero,
+        a_block_of_64,
     ],
     "triton.2": [
         no_other,
@@ -504,6 +591,11 @@ MUTANTS = {
         without_the_last_column,
         rounds_before_it_divides,
         adds_a_small_number,
+        a_global_other,
+        a_plain_helper,
+        tries,
+        maximum_not_below_zero,
+        masks_with_a_large_number,
     ],
     "triton.3": [
         squares_in_the_dtype_of_x,
@@ -526,6 +618,9 @@ MUTANTS = {
         norm_contiguous_y,
         a_weight_for_each_row,
         reads_the_row_twice,
+        a_dictionary,
+        eps_of_its_own,
+        another_eps_of_its_own,
     ],
     "triton.4": [
         one_row_for_all,
@@ -550,6 +645,8 @@ MUTANTS = {
         dy_has_the_stride_of_x,
         partials_are_contiguous,
         layer_norm_backward,
+        python_sums,
+        loads_w_for_each_row,
     ],
     "triton.5": [
         no_mask_on_k,
@@ -577,6 +674,7 @@ MUTANTS = {
         axes_swapped,
         loads_a_twice,
         blocks_of_the_wrong_side,
+        breaks_off,
     ],
     "triton.6": [
         row_by_row,
@@ -590,6 +688,8 @@ MUTANTS = {
         groups_as_long_as_the_grid_is_high,
         the_tutorials_old_slip,
         snakes,
+        a_list_of_tiles,
+        pythons_integers,
     ],
     "triton.7": [
         forgets_to_rescale,
@@ -617,5 +717,8 @@ MUTANTS = {
         logits_are_contiguous,
         probabilities_not_normalised,
         stores_past_the_end,
+        an_integer_maximum,
+        maximum_from_zero,
+        ignores_two_numbers,
     ],
 }

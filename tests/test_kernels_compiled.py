@@ -1,0 +1,123 @@
+"Kernels are compiled for an H200 here, without one, and what the compiler refuses is said in one sentence."
+
+import pytest
+import torch
+
+from course_lib import kernels  # before Triton: it chooses the interpreter
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from course_lib.kernels import add, compiled, interpret, matmul, rmsnorm, softmax, xent
+
+LOWEST = -float("inf")
+LOWEST_CONSTANT = tl.constexpr(-float("inf"))
+
+
+def python_helper(x):
+    return x * 2
+
+
+@triton.jit
+def helper(x):
+    return inner(x) / x.sum(axis=0)
+
+
+@triton.jit
+def inner(x):
+    return tl.exp(x - tl.max(x, axis=0))
+
+
+@triton.jit
+def mistaken_helper(x):
+    return x.no_such_method()
+
+
+@triton.jit
+def right(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, helper(tl.load(x_ptr + at, mask=at < n, other=LOWEST_CONSTANT)), mask=at < n)
+
+
+@triton.jit
+def global_other(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n, other=LOWEST), mask=at < n)
+
+
+@triton.jit
+def plain_helper(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, python_helper(tl.load(x_ptr + at)))
+
+
+@triton.jit
+def torchs_function(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, torch.exp(tl.load(x_ptr + at)))
+
+
+@triton.jit
+def tries(x_ptr, n, BLOCK: tl.constexpr):
+    try:
+        tl.store(x_ptr, 1.0)
+    finally:
+        tl.store(x_ptr, 2.0)
+
+
+@triton.jit
+def no_constant(x_ptr, n, BLOCK):
+    tl.store(x_ptr + tl.arange(0, BLOCK), 1.0)
+
+
+@triton.jit
+def mistake_in_a_helper(x_ptr, n, BLOCK: tl.constexpr):
+    tl.store(x_ptr, mistaken_helper(tl.load(x_ptr)))
+
+
+def refusal(kernel):
+    return compiled.refusal(kernel, {"x_ptr": torch.ones(5), "n": 5, "BLOCK": 8})
+
+
+def test_what_is_right_compiles_and_runs_afterwards():
+    before = [dict(vars(owner)) for owner in interpret.LANGUAGE]
+    assert refusal(right) is None
+    assert [dict(vars(owner)) for owner in interpret.LANGUAGE] == before
+    assert isinstance(helper, type(right)) and isinstance(inner, type(right))
+    if kernels.interpreted():
+        x = torch.randn(8)
+        want = torch.exp(x - x.max()) / x.sum()
+        right[(1,)](x, 8, BLOCK=8)
+        torch.testing.assert_close(x, want)
+
+
+@pytest.mark.parametrize("kernel, line, reason", [
+    (global_other, "tl.store(x_ptr + at, tl.load(", "LOWEST is outside Triton"),
+    (plain_helper, "python_helper(tl.load(x_ptr + at)", "python_helper is outside Triton: put"),
+    (torchs_function, "torch.exp(tl.load(x_ptr + at)", "exp is outside Triton"),
+    (tries, "`try:`", "unsupported AST node type: Try"),
+    (no_constant, "tl.arange(0, BLOCK)", "constexpr"),
+    (mistake_in_a_helper, "return x.no_such_method()", "no_such_method"),
+])  # fmt: skip
+def test_what_only_the_interpreter_runs_is_refused(kernel, line, reason):
+    said = refusal(kernel)
+    assert said.startswith("the compiler for a GPU refuses it at `") and line in said and reason in said
+    assert "\n" not in said and len(said) < 350
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_of_the_library_compile(dtype):
+    x, wide, numbers = torch.ones(1, dtype=dtype), torch.ones(1), torch.ones(1, dtype=torch.int64)
+    pointers = {"weight_ptr": x, "y_ptr": x, "rstd_ptr": wide, "partial_ptr": wide, "dx_ptr": x, "dy_ptr": x}
+    pointers |= {"x_ptr": x, "out_ptr": x, "a_ptr": x, "b_ptr": x, "c_ptr": x, "logits_ptr": x, "grad_ptr": x}
+    pointers |= {"target_ptr": numbers, "loss_ptr": wide, "lse_ptr": wide, "scale_ptr": wide, "eps": 1e-6}
+    constants = {"ROWS": 2, "BLOCK": 64, "STAGES": 2, "PARTS": 4, "PRECISION": "ieee", "BM": 32, "BN": 32}
+    constants |= {"BK": 32, "GROUP": 8}
+    found = [add.add_kernel, softmax.softmax_kernel, rmsnorm.forward_kernel, rmsnorm.backward_kernel]
+    found += [rmsnorm.sum_parts_kernel, matmul.matmul_kernel, xent.forward_kernel, xent.backward_kernel]
+    for kernel in found:
+        for on in (True, False):  # LONG, EVEN and their like
+            given = {n: pointers.get(n, constants.get(n, on if n.isupper() else 7)) for n in kernel.arg_names}
+            assert compiled.refusal(kernel, given) is None
