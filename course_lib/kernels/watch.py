@@ -65,7 +65,7 @@ class Fault(NamedTuple):
 
 @contextlib.contextmanager
 def watch():
-    "A `Watch` of every kernel launched inside. An exception in one is the `__cause__` of an InterpreterError."
+    "A `Watch` of the kernels launched inside. An exception in one is the `__cause__` of an InterpreterError."
     kernels.require()
     seen = Watch()
     # In its deterministic mode torch fills new memory. The public switch imports Inductor, for seconds.
