@@ -129,6 +129,26 @@ def test_checks_are_those_of_the_notebook(stem):
     assert sorted(mutants(stem).REFERENCE) == sorted(mutants(stem).MUTANTS) == wanted
 
 
+@every_exercise
+def test_what_a_learner_wrote_runs_on(stem, number):
+    "No cell uses an answer before its check; a later one takes it by `yours` and a cell after that calls it."
+    code = [c for c in worked(stem)["cells"] if c["cell_type"] == "code"]
+    text = [notebook.source(c) for c in code]
+    if not any("check.yours(" in t for t in text):
+        pytest.skip("not rewritten yet")
+    check = next(i for i, c in enumerate(code) if c["metadata"].get("exercise", {}).get("id") == number)
+    taken = next(i for i, t in enumerate(text) if f'check.yours("{number}")' in t)
+    assert check < taken
+    solutions = importlib.import_module(f"course_lib.{stem[3:]}.solutions")
+    for name in solutions.EXERCISES[number]:
+        used = [i for i, t in enumerate(text) if re.search(rf"(?<![\w.]){name}\b(?!\s*=[^=])", t)]
+        defined = [
+            i for i in used if i < check and re.search(rf"^(def|class) {name}\b", text[i], re.MULTILINE)
+        ]
+        assert len(defined) == 1 and [i for i in used if i < taken] == [*defined, check]
+        assert any(i >= taken for i in used)
+
+
 def as_answers(answer):
     "A check takes one object, or as many as a tuple holds."
     return answer if isinstance(answer, tuple) else (answer,)

@@ -80,8 +80,12 @@ def draw_roofline(machines, points=(), hollow=False):
     points, left = sorted(points, key=lambda p: p[1]), False
     for (label, x, y), after in itertools.zip_longest(points, points[1:]):
         ax.plot([x], [y / 1e12], "o", mfc="white" if hollow else GREEN, mec=GREEN, ms=6, zorder=3)
-        left = not left and after is not None and after[1] < 6 * x and 0.4 < after[2] / y < 2.5
-        at, side = ((-7, 5 if hollow else -9), "right") if left else ((8, -9), "left")
+        near = after is not None and after[1] < 8 * x
+        flat = near and 0.7 < after[2] / y < 1.4
+        left = not left and near and not flat and after[2] < 2.5 * y
+        at, side = ((0, 6 if hollow else -14), "center") if flat else ((8, -9), "left")
+        if left:
+            at, side = (-7, 5 if hollow else -9), "right"
         ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side)
     ax.margins(y=0.1)
     ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s", xlim=(low, high))
