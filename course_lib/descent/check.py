@@ -30,16 +30,16 @@ def _hessian(eigenvalues, first):
 
 @core.exercise("descent.1", "the path is right in 0 to 2 dimensions, and the start is untouched")
 def descend(answer):
-    _descend(answer, (), torch.float64, 1)
-    _descend(answer, (5,), torch.float32, 1)
-    _descend(answer, (3, 2), torch.float64, 1e-3)  # so near the bottom that gradients are small
+    _descend(answer, (), torch.float32, 1)
+    _descend(answer, (5,), torch.float64, 20)  # gradients are large
+    _descend(answer, (3, 2), torch.float64, 1e-4)  # gradients are small
 
 
 def _descend(answer, shape, dtype, distance):
     n, steps, lr, calls = math.prod(shape), random.randint(3, 9), _draw(0.05, 0.3), []
     hessian, centre = _hessian(torch.rand(n).double() * 3 + 0.2, _randn(n)), _randn(n)
-    start = (centre + distance * _randn(n)).to(dtype).reshape(shape[::-1])
-    start = start.mT if shape[1:] else start  # in two dimensions not contiguous
+    start = (centre + distance * _randn(n)).to(dtype).reshape(shape)
+    start = start.mT.contiguous().mT if shape[1:] else start  # in another order of memory
     before, what = start.clone(), f"the path from a start of shape {list(shape)}"
 
     def f(w):
@@ -67,7 +67,7 @@ def _descend(answer, shape, dtype, distance):
 def largest_stable_lr(answer):
     spread = torch.cat([torch.ones(1), torch.rand(219) * 0.9]).double()
     _stable(answer, spread * _draw(200, 400), _randn(220))
-    for n, scale in (14, _draw(0.2, 0.6)), (random.randint(80, 99), _draw(1e-3, 1e-2)):
+    for n, scale in (14, _draw(0.2, 0.6)), (random.randint(80, 99), _draw(1e-6, 1e-5)):
         _stable(answer, _flat(n) * scale, _randn(n))
     first, steep = _stable(answer, _flat(60) * _draw(2, 9), _randn(60)).double(), _randn(60)
     steep -= (steep @ first) / (first @ first) * first
@@ -269,7 +269,8 @@ def remedy(move, paired_gains):
     core.require(
         even, f"move: the nine moves are not equally likely; in 5,400 images they came {counts} times"
     )
-    seeds, calls = random.sample(range(1000), 4), []
+    low = sorted(random.sample(range(1000), 4))
+    seeds, calls = [low[2], low[0], low[3], low[1]], []
     arms = {"wide": {"width": _draw(2, 3)}, "both": {"width": _draw(-2, -1), "decay": _draw(0.1, 0.2)}}
 
     def experiment(**options):

@@ -103,7 +103,6 @@ def move(images):
 
 def paired_gains(experiment, arms, seeds):
     "For each arm its gains in points over `experiment()`, one for each seed."
-
     def run(options):
         found = []
         for seed in seeds:
@@ -119,10 +118,10 @@ def paired_gains(experiment, arms, seeds):
 
 
 EXERCISES = {
-    "descent.1": ("descend",),
-    "descent.2": ("largest_stable_lr",),
-    "descent.3": ("Momentum",),
-    "descent.4": ("Adam",),
-    "descent.5": ("fit",),
-    "descent.6": ("move", "paired_gains"),
+    'descent.1': ('descend',),
+    'descent.2': ('largest_stable_lr',),
+    'descent.3': ('Momentum',),
+    'descent.4': ('Adam',),
+    'descent.5': ('fit',),
+    'descent.6': ('move', 'paired_gains'),
 }
