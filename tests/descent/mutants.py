@@ -14,51 +14,24 @@ REFERENCE = {
     "descent.6": (move, paired_gains),
 }
 
-# descent.1
+# descent.1: the right walk, with one thing to get wrong at a time
 
 
-def _gradients(f, w):
-    w = w.detach().clone().requires_grad_()
-    return torch.autograd.grad(f(w), w)[0]
+def _walk(clear=True, copy=True, graph=False, flat=0.0, dtype=None):
+    def walked(f, start, lr, steps):
+        w = (start.detach().clone() if copy else start).requires_grad_()
+        path = [w if graph else w.detach().clone()]
+        for _ in range(steps):
+            if graph:
+                w = w - lr * torch.autograd.grad(f(w), w)[0]
+            else:
+                w.grad = None if clear else w.grad
+                f(w).backward()
+                w.data -= lr * w.grad * (w.grad.abs() > flat)
+            path.append(w if graph else w.detach().clone())
+        return torch.stack(path).to(dtype or start.dtype)
 
-
-def keeps_the_graph(f, start, lr, steps):
-    w = start.detach().requires_grad_()
-    path = [w]
-    for _ in range(steps):
-        w = w - lr * torch.autograd.grad(f(w), w)[0]
-        path.append(w)
-    return torch.stack(path)
-
-
-def moves_the_start(f, start, lr, steps):
-    path = [start.clone()]
-    for _ in range(steps):
-        start -= lr * _gradients(f, start)
-        path.append(start.clone())
-    return torch.stack(path)
-
-
-def adds_up_gradients(f, start, lr, steps):
-    w, path = start.detach().clone().requires_grad_(), [start.detach()]
-    for _ in range(steps):
-        f(w).backward()
-        with torch.no_grad():
-            w -= lr * w.grad
-        path.append(w.detach().clone())
-    return torch.stack(path)
-
-
-def stops_where_it_is_nearly_flat(f, start, lr, steps):
-    path = [start]
-    for _ in range(steps):
-        grad = _gradients(f, path[-1])
-        path.append(path[-1] - lr * grad * (grad.abs() > 1e-2))
-    return torch.stack(path)
-
-
-def goes_on_in_float32(f, start, lr, steps):
-    return descend(f, start, lr, steps).float()
+    return walked
 
 
 def with_an_optimiser(f, start, lr, steps):
@@ -72,43 +45,33 @@ def with_an_optimiser(f, start, lr, steps):
     return torch.stack(path)
 
 
-def by_recursion(f, start, lr, steps):
-    if not steps:
-        return start[None].clone()
-    return torch.cat([start[None], by_recursion(f, start - lr * _gradients(f, start), lr, steps - 1)])
+# descent.2: power iteration, with one thing to get wrong at a time
 
 
-# descent.2
+def _power(first=torch.randn, most=199, normalise=True):
+    def iterated(product, size):
+        v = first(size)
+        for _ in range(most):
+            v = product(v / v.norm() if normalise else v)
+        return (2 * torch.dot(v, v) / torch.dot(v, product(v))).item()
+
+    return iterated
 
 
-def _iterate(product, v, times=199):
-    for _ in range(times):
-        v = product(v / v.norm())
-    v = v / v.norm()
-    return 2 / torch.dot(v, product(v)).item()
-
-
-def starts_from_ones(product, size):
-    return _iterate(product, torch.ones(size))
-
-
-def starts_from_one_seed(product, size):
-    return _iterate(product, torch.randn(size, generator=torch.Generator().manual_seed(0)))
-
-
-def stops_after_as_many_as_dimensions(product, size):
-    return _iterate(product, torch.randn(size), min(size, 199))
-
-
-def never_normalises(product, size):
-    v = torch.randn(size)
-    for _ in range(150):
-        v = product(v)
-    return (2 * torch.dot(v, v) / torch.dot(v, product(v))).item()
+def _one_seed(size):
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 
 def builds_the_matrix(product, size):
     return 2 / torch.linalg.eigvalsh(torch.stack([product(v) for v in torch.eye(size)]))[-1].item()
+
+
+def by_the_quotient(product, size):
+    v = torch.randn(size)
+    for _ in range(190):
+        w = product(v)
+        top, v = torch.dot(v, w) / torch.dot(v, v), w / w.abs().max()
+    return 2 / top
 
 
 def by_length(product, size):
@@ -116,14 +79,6 @@ def by_length(product, size):
     for _ in range(200):
         v = product(v / v.norm())
     return 2 / v.norm()
-
-
-def by_the_quotient(product, size):
-    v = torch.randn(size)
-    for _ in range(120):
-        w = product(v)
-        top, v = torch.dot(v, w) / torch.dot(v, v), w / w.abs().max()
-    return 2 / top
 
 
 # descent.3 and descent.4: one step for all, with one thing to get wrong at a time
@@ -208,11 +163,6 @@ class DecaysAsAdamW(_AdamVariant):
     def move(self, group, p, s):
         p.mul_(1 - group["lr"] * group["weight_decay"])
         return super().move({**group, "weight_decay": 0}, p, s)
-
-
-class SkipsZerosInAdam(_AdamVariant):
-    def move(self, group, p, s):
-        return super().move(group, p, s) if p.grad.any() else 0
 
 
 # descent.5: the right loop, with one thing to get wrong at a time
@@ -300,10 +250,6 @@ def seeds_once(experiment, arms, seeds):
     return {name: [100 * (experiment(**o) - b) for b in base] for name, o in arms.items()}
 
 
-def runs_the_twin_for_each_arm(experiment, arms, seeds):
-    return {name: paired_gains(experiment, {name: options}, seeds)[name] for name, options in arms.items()}
-
-
 def gives_shares(experiment, arms, seeds):
     got = paired_gains(experiment, arms, seeds)
     return {name: [gain / 100 for gain in gains] for name, gains in got.items()}
@@ -321,7 +267,7 @@ def seed_by_seed(experiment, arms, seeds):
 
 
 RIGHT = {
-    "descent.1": [with_an_optimiser, by_recursion],
+    "descent.1": [_walk(), with_an_optimiser],
     "descent.2": [by_length, by_the_quotient],
     "descent.3": [_Variant, torch.optim.SGD],
     "descent.4": [_AdamVariant, torch.optim.Adam],
@@ -331,12 +277,11 @@ RIGHT = {
 
 MUTANTS = {
     "descent.1": [
-        keeps_the_graph, moves_the_start, adds_up_gradients,
-        stops_where_it_is_nearly_flat, goes_on_in_float32,
+        _walk(clear=False), _walk(copy=False), _walk(graph=True), _walk(flat=1e-2),
+        _walk(dtype=torch.float32),
     ],
     "descent.2": [
-        starts_from_ones, starts_from_one_seed, stops_after_as_many_as_dimensions, never_normalises,
-        builds_the_matrix,
+        _power(torch.ones), _power(_one_seed), _power(most=30), _power(normalise=False), builds_the_matrix,
     ],
     "descent.3": [
         PutsTheRateIntoTheVelocity, ForgetsTheVelocityWithoutAGradient, SkipsZeros,
@@ -344,7 +289,6 @@ MUTANTS = {
     ],
     "descent.4": [
         ForgetsTheCorrection, CountsStepsOfTheWholeOptimiser, PutsEpsilonUnderTheRoot, DecaysAsAdamW,
-        SkipsZerosInAdam,
     ],
     "descent.5": [
         _loop(zero=False), _loop(train=False), _loop(grad=True), _loop(weigh=False),
@@ -352,6 +296,6 @@ MUTANTS = {
     ],
     "descent.6": [
         (rolls, paired_gains), (moves_all_alike, paired_gains), (prefers_the_middle, paired_gains),
-        (move, seeds_once), (move, runs_the_twin_for_each_arm), (move, gives_shares),
+        (move, seeds_once), (move, gives_shares),
     ],
 }  # fmt: skip
