@@ -161,7 +161,7 @@ class _Twins:
         kept = []
         for i, (p, q, _) in enumerate(self.every):
             # In step 6 every third gradient is zero.
-            grad = _randn(*p.shape) * (0 if (step, i % 3) == (6, 0) else 10 ** _draw(-7, 1))
+            grad = _randn(*p.shape) * (0 if (step, i % 3) == (6, 0) else 10 ** _draw(-7, 3))
             if not rhythm.get(i, lambda step: True)(step):
                 p.grad = q.grad = None
             elif p.grad is None:
@@ -175,13 +175,9 @@ class _Twins:
             had = " without a gradient" if grad is None else "" if grad.any() else " with a gradient of zeros"
             words = ", ".join(f"{k} {v:.3g}" for k, v in group.items() if isinstance(v, float))
             what = f"after step {step}{whose}, a parameter of shape {list(p.shape)}{had} ({words})"
-            core.require(
-                p.is_leaf and p.requires_grad, f"{what} is no leaf that requires a gradient any more"
-            )
+            core.require(p.is_leaf and p.requires_grad, f"{what}: requires_grad or being a leaf was lost")
             if torch.allclose(p, q, 1e-5, 1e-7) and not torch.allclose(p, q, 1e-10, 1e-12):
-                raise core.Wrong(
-                    f"{what} is nearly right: is all state in its dtype, and eps where it belongs?"
-                )
+                raise core.Wrong(f"{what} is nearly right: is its state in its dtype, eps in its place?")
             core.close(p, q, what, rtol=1e-10, atol=1e-12)
             same = p.grad is None if grad is None else p.grad is not None and torch.equal(p.grad, grad)
             core.require(same, f"{what}: step changed p.grad, to which others may still be adding")
@@ -224,9 +220,10 @@ def _fit(answer, epochs, sizes, valid_sizes):
         core.require(model.weight.grad is not None, "opt.step() found no gradient: call backward() before it")
         grads.append(model.weight.grad.clone())
 
-    model.register_forward_hook(
-        lambda m, x, out: seen.append((x[0][0, -1] > 0, m.training, out.requires_grad))
-    )
+    def note(_, x, out):
+        seen.append((x[0][0, -1] > 0, model.training, out.requires_grad))
+
+    model.register_forward_hook(note)
     opt.register_step_pre_hook(before_step)
     model.eval()  # as an earlier validation leaves it
     model.weight.grad = torch.randn_like(w)  # from earlier work
@@ -238,9 +235,7 @@ def _fit(answer, epochs, sizes, valid_sizes):
     core.require(all(modes), f"eval mode was on in training step {[*modes, False].index(False) + 1}")
     core.require(not any(t for train, t, _ in seen if not train), "train mode was on in validation")
     core.require(not any(g for train, _, g in seen if not train), "autograd recorded a graph in validation")
-    core.require(
-        max(alive) < 3, f"{max(alive)} steps' graphs were in memory at once: keep loss.item() instead"
-    )
+    core.require(max(alive) < 3, f"{max(alive)} steps' graphs were in memory at once: keep loss.item()")
     losses, valid_losses = [], []
     for batches in passes:
         for x, y in batches:  # by hand: the gradient of scale * mean (x w - y)²
@@ -253,10 +248,9 @@ def _fit(answer, epochs, sizes, valid_sizes):
         valid_losses.append(scale * ((x @ w.T - y) ** 2).mean())
     found = core.parts(got, "losses valid_losses", "fit's result")
     for name, series, want in ("losses", found[0], losses), ("valid_losses", found[1], valid_losses):
-        odd = (
-            [v for v in series if not isinstance(v, float)] if isinstance(series, list | tuple) else [series]
-        )
-        core.require(not odd, f"{name}: expected a list of Python floats, got {core.kind((odd or [0])[0])}")
+        values = series if isinstance(series, list | tuple) else [series]
+        odd = [core.kind(v) for v in values if not isinstance(v, float)]
+        core.require(not odd, f"{name}: expected a list of Python floats, got {odd[:1]}")
         where = f"{name} with training batches of {sizes} and validation batches of {valid_sizes}"
         core.close(torch.tensor(series).double(), torch.stack(want), where, rtol=1e-5)
 
@@ -267,9 +261,7 @@ def remedy(move, paired_gains):
     _moves(move, torch.rand(1, 3, 6, 4).double() + 0.1)
     counts = _moves(move, torch.rand(5400, 2, 5, 7) + 0.1).bincount(minlength=9).tolist()
     even = all(480 < k < 720 for k in counts)
-    core.require(
-        even, f"move: the nine moves are not equally likely; in 5,400 images they came {counts} times"
-    )
+    core.require(even, f"move: the nine moves are not equally likely: {counts} times in 5,400 images")
     low = sorted(random.sample(range(1000), 4))
     seeds, calls = [low[2], low[0], low[3], low[1]], []
     arms = {"wide": {"width": _draw(2, 3)}, "both": {"width": _draw(-2, -1), "decay": _draw(0.1, 0.2)}}
