@@ -1,12 +1,14 @@
-"""Checks of descent. Oracles: closed forms, derivatives by hand, eigvalsh, torch.optim."""
+"Checks of descent. Oracles: gradients by hand, eigvalsh, torch.optim, a loop by hand, all nine windows."
 
 import copy
-import gc
+import itertools
 import math
+import random
 import weakref
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from course_lib import checking as core
 from course_lib.checking import yours  # noqa: F401
@@ -20,424 +22,282 @@ def _randn(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def _hessian(eigenvalues, first=None):
-    "A symmetric matrix with these eigenvalues in random directions; `first` fixes the first direction."
-    m = _randn(len(eigenvalues), len(eigenvalues))
-    if first is not None:
-        m[:, 0] = first
-    q, _ = torch.linalg.qr(m)
+def _hessian(eigenvalues):
+    "A symmetric matrix with these eigenvalues in random directions."
+    q, _ = torch.linalg.qr(_randn(len(eigenvalues), len(eigenvalues)))
     return q @ torch.diag(eigenvalues) @ q.T
 
 
-# descent.1
-
-
-@core.exercise(
-    "descent.1", "every point of the path is right in 1, 5 and 3x2 dimensions, and the start is untouched"
-)
+@core.exercise("descent.1", "the path is right in 0 to 2 dimensions, and the start is untouched")
 def descend(answer):
-    n, steps, lr = 5, 9, _draw(0.05, 0.3)
-    hessian, centre, start = _hessian(torch.rand(n).double() * 3 + 0.2), _randn(n), _randn(n)
-    calls = []
+    _descend(answer, (), torch.float32, 1)
+    _descend(answer, (5,), torch.float64, 20)  # gradients are large
+    _descend(answer, (3, 2), torch.float64, 1e-4)  # gradients are small
+
+
+def _descend(answer, shape, dtype, distance):
+    n, steps, lr, calls = math.prod(shape), random.randint(3, 9), _draw(0.05, 0.3), []
+    hessian, centre = _hessian(torch.rand(n).double() * 3 + 0.2), _randn(n)
+    start = (centre + distance * _randn(n)).to(dtype).reshape(shape)
+    start = start.mT.contiguous().mT if shape[1:] else start  # in another order of memory
+    before, what = start.clone(), f"the path from a start of shape {list(shape)}"
 
     def f(w):
         calls.append(1)
-        return (w - centre) @ hessian @ (w - centre) / 2
+        if not isinstance(w, torch.Tensor) or w.shape != shape:
+            raise core.Wrong(f"{what}: f was given {core.kind(w)}")
+        off = w.reshape(-1) - centre.to(dtype)
+        return off @ hessian.to(dtype) @ off / 2
 
-    want = [start]
+    got = core.call(answer, f, start, lr, steps, mutates=(1,))
+    kept = torch.equal(start, before) and not start.requires_grad and start.grad is None
+    core.require(kept, f"{what}: the start was changed; work on a copy of it")
+    core.equal(len(calls), steps, f"{what}: f is evaluated once in each of {steps} steps", "calls")
+    want = [before.reshape(-1).double()]
     for _ in range(steps):  # this quadratic's gradient is H (w - centre)
         want.append(want[-1] - lr * hessian @ (want[-1] - centre))
-    _path(_walk(answer, f, start, lr, steps), want, f"a bowl in {n} dimensions at lr {lr:.3g}")
-    core.require(
-        len(calls) <= steps + 1,
-        f"f was evaluated {len(calls)} times for {steps} steps: expected once a step, by autograd",
-    )
-
-    scale, start, lr = torch.randn(3, 2), torch.randn(3, 2), _draw(0.1, 0.9)
-    want = [start]
-    for _ in range(6):
-        want.append(want[-1] - lr * scale * torch.cos(want[-1]))
-    got = _walk(answer, lambda w: (scale * torch.sin(w)).sum(), start, lr, 6)
-    _path(got, want, f"a wavy surface over 3x2 numbers at lr {lr:.3g}")
-
-    lr = _draw(2.1, 2.4)  # past the limit, which is 2 here: the path may explode
-    want = [torch.tensor([-1.5 * (1 - lr) ** k]) for k in range(5)]
-    got = _walk(answer, lambda w: (w**2).sum() / 2, torch.tensor([-1.5]), lr, 4)
-    _path(got, want, f"w²/2 at lr {lr:.3g}, which diverges")
-
-    start = torch.randn(2)
-    _path(_walk(answer, lambda w: (w**4).sum(), start, 0.01, 0), [start], "any surface")
+    tolerance = (1e-4, 1e-5) if dtype == torch.float32 else (1e-9, 1e-9)
+    want = torch.stack(want).reshape(-1, *shape).to(dtype)
+    core.equal(core.kind(got), core.kind(want), f"{what}, {steps} steps")
+    core.close(got, want, f"{what}, by [step, …]", *tolerance)
+    core.require(not got.requires_grad, f"{what} still holds autograd's graph: detach each point")
 
 
-def _walk(answer, f, start, lr, steps):
-    given = start.clone()
-    got = core.call(answer, f, given, lr, steps, mutates=(1,))
-    core.require(torch.equal(given.detach(), start), "the walk moved its start; step from a copy")
-    core.require(
-        not given.requires_grad and given.grad is None, "start itself was given a gradient; mark a copy"
-    )
-    return got
-
-
-def _path(got, want, where):
-    want = torch.stack(want)
-    what = f"a path of {len(want) - 1} steps on {where}"
-    if not isinstance(got, torch.Tensor):
-        raise core.Wrong(f"{what}: expected one tensor of shape {list(want.shape)}, got {core.kind(got)}")
-    core.require(
-        got.shape == want.shape,
-        f"{what}: expected shape {list(want.shape)}, the start and every point after, got {list(got.shape)}",
-    )
-    core.require(not got.requires_grad, f"{what} still hangs on autograd's graph: detach each point")
-    core.close(got[0], want[0], f"{what}: its first point is the start")
-    for k in range(1, len(want)):
-        core.close(got[k], want[k], f"{what}: the point after step {k}", rtol=1e-4, atol=1e-5)
-
-
-# descent.2
-
-PRODUCTS = 200
-
-
-@core.exercise(
-    "descent.2", "on four bowls one per cent under your rate settles, and one per cent over it explodes"
-)
+@core.exercise("descent.2", "on five bowls your rate is 2 / λmax, from at most 200 products")
 def largest_stable_lr(answer):
-    for n, scale, second in (
-        (37, _draw(0.2, 0.6), 0.5),
-        (220, _draw(200, 400), 0.9),
-        (91, _draw(0.001, 0.01), 0.95),
-    ):
-        _stable(answer, _hessian(_spectrum(n, second) * scale), f"a bowl in {n} dimensions")
-    n = 60
-    first = _randn(n)
-    first[0] = 0
-    first[1:] -= first[1:].mean()
-    values = torch.full((n,), 0.95, dtype=torch.float64)  # so that too few products show
-    values[0] = 1.0
-    where = "a bowl whose steepest direction is at right angles to a vector of ones and to the first axis"
-    _stable(answer, _hessian(values * _draw(2, 9), first), where)
+    spread = torch.cat([torch.ones(1), torch.rand(219) * 0.9]).double()
+    _stable(answer, spread * _draw(200, 400))
+    for n, scale in (14, _draw(0.2, 0.6)), (random.randint(80, 99), _draw(1e-6, 1e-5)):
+        _stable(answer, _flat(n) * scale)
+    first, second = (_stable(answer, _flat(60) * _draw(2, 9)) for _ in range(2))
+    same = torch.cosine_similarity(first.double(), second.double(), 0).abs() > 0.999
+    core.require(
+        not same, "two calls began with the same vector, which may be orthogonal to the steepest direction"
+    )
 
 
-def _spectrum(n, second):
-    values = torch.rand(n).double() * second
-    values[0], values[1] = 1.0, second
-    return values
+def _flat(n):
+    "Curvatures of which one is just 10 % larger than all others, so that too few products show."
+    return torch.tensor([1.1] + [1.0] * (n - 1), dtype=torch.float64)
 
 
-def _stable(answer, hessian, where):
-    n, matrix, calls = len(hessian), hessian.float(), []
+def _stable(answer, curvatures):
+    "Judge the answer on one bowl; returns the first vector that it multiplied."
+    n, limit, vectors = len(curvatures), 2 / curvatures[0].item(), []
+    matrix, what = _hessian(curvatures).float(), f"the largest stable lr in {n} dimensions"
 
     def product(v):
-        calls.append(1)
         if not isinstance(v, torch.Tensor) or v.shape != (n,):
             raise core.Wrong(f"product takes a vector of shape [{n}] and was given {core.kind(v)}")
-        if len(calls) > PRODUCTS:
-            raise core.Wrong(
-                f"product was called more than {PRODUCTS} times on {where}: use power iteration, which needs "
-                "few products in any dimension"
-            )
+        vectors.append(v.detach().clone())
+        core.require(len(vectors) <= 200, f"{what}: product was called more than 200 times")
         return matrix @ v.to(matrix.dtype)
 
-    what = f"the largest stable lr of {where}"
     lr = core.number(core.call(answer, product, n), what)
-    core.require(lr > 0, f"{what}: expected a positive number, got {lr:.4g}")
-    top = torch.linalg.eigvalsh(hessian)[-1].item()
-    if _growth(hessian, 0.99 * lr) > 1:
-        raise core.Wrong(f"{what}: got {lr:.5g}, but even one per cent under it gradient descent explodes")
-    if _growth(hessian, 1.01 * lr) < 1e6:
-        raise core.Wrong(f"{what}: got {lr:.5g}, but even one per cent over it gradient descent settles")
-    core.close(lr, 2 / top, f"{what}, as 2 / λmax by eigvalsh", rtol=0.005)
+    effect = "gradient descent explodes with it" if lr > limit else "longer steps are stable, too"
+    near = abs(lr - limit) <= 0.005 * limit
+    core.require(near, f"{what}: expected {limit:.5g}, got {lr:.5g}; {effect}")
+    core.require(vectors, f"{what}: product was never called")
+    return vectors[0]
 
 
-def _growth(hessian, lr, steps=3000):
-    "The height after `steps` steps of gradient descent from a random point, over the height before."
-    step = torch.eye(len(hessian), dtype=torch.float64) - lr * hessian
-    start = _randn(len(hessian))
-    end = torch.linalg.matrix_power(step, steps) @ start
-    growth = ((end @ hessian @ end) / (start @ hessian @ start)).item()
-    return float("inf") if math.isnan(growth) else growth
-
-
-# descent.3 and descent.4
-
-
-@core.exercise(
-    "descent.3", "12 steps equal torch.optim.SGD's in three groups, with gradients that come and go"
-)
+@core.exercise("descent.3", "12 steps equal torch.optim.SGD's, with gradients that come and go")
 def momentum(answer):
-    def options():
-        return {"lr": _draw(0.01, 0.2), "momentum": _draw(0.3, 0.95), "weight_decay": _draw(0.05, 0.5)}
-
-    def oracle(params, **kw):
-        return torch.optim.SGD(params, foreach=False, **kw)
-
-    _as_torch(answer, oracle, options, {"momentum": 0.0})
+    _as_torch(answer, torch.optim.SGD, {"momentum": 0.0}, lambda: {"momentum": _draw(0.3, 0.95)})
 
 
-@core.exercise(
-    "descent.4", "12 steps equal torch.optim.Adam's in three groups, with gradients that come and go"
-)
+@core.exercise("descent.4", "12 steps equal torch.optim.Adam's, with gradients that come and go")
 def adam(answer):
     def options():
-        betas, eps = (_draw(0.5, 0.95), _draw(0.9, 0.999)), 10 ** _draw(-6, -1)
-        return {"lr": _draw(0.01, 0.2), "betas": betas, "eps": eps, "weight_decay": _draw(0.05, 0.5)}
+        return {"betas": (_draw(0.5, 0.95), _draw(0.9, 0.999)), "eps": 10 ** _draw(-6, -1)}
 
-    def oracle(params, **kw):
-        return torch.optim.Adam(params, foreach=False, fused=False, **kw)
-
-    _as_torch(answer, oracle, options, {"betas": (0.0, 0.99)})
+    _as_torch(answer, torch.optim.Adam, {"betas": (0.0, 0.99)}, options)
 
 
-def _as_torch(answer, oracle, options, edge):
+# By parameter: in which steps it has a gradient. The others always have one.
+RHYTHM = {1: lambda step: step > 2, 2: lambda step: step % 3 != 2, 6: lambda step: False}
+
+
+def _as_torch(answer, oracle, edge, options):
+    def group(*shapes, **edge):
+        # In float64, so that a small slip shows, and in another memory order than their shape's.
+        params = [nn.Parameter(_randn(*s[::-1]).permute(tuple(range(len(s)))[::-1])) for s in shapes]
+        some = {"lr": _draw(0.01, 0.2), "weight_decay": _draw(0.05, 0.5)}
+        return {"params": params} | some | options() | edge
+
     # Two optimisers alive at once, one of them without weight decay: nothing may be shared.
-    many = _Twins(answer, oracle, [
-        options() | {"params": _params((4, 3), (7,))},
-        options() | edge | {"params": _params((2, 1, 5), ())},
-        options() | {"params": _params((4, 3), (3, 4))},
-    ])  # fmt: skip
-    one = _Twins(answer, oracle, [options() | {"weight_decay": 0.0, "params": _params((4, 3), (6, 5))}])
-    # By parameter of the first: in which of three steps it has a gradient, and from which step on.
-    many.rhythm = {1: lambda step: step > 2, 3: lambda step: step % 3 != 2, 5: lambda step: False}
+    groups = [group((4, 3), (7,), (3, 2)), group((2, 1, 5), (), **edge), group((4, 3), (3, 4))]
+    many = _Twins(answer, oracle, groups)
+    one = _Twins(answer, oracle, [group((4, 3), (6, 5), weight_decay=0.0)])
     for step in range(1, 13):
-        if step == 8:
-            many.scale_lr(_draw(0.2, 0.6))  # as a schedule does
-        many.step(step)
-        one.step(step)
-    # A second optimiser on parameters that had one begins anew.
-    groups = [options() | {"params": _params((4, 3))}]
-    for which in "first", "second":
+        for g in many.answer.param_groups + many.oracle.param_groups:
+            g["lr"] *= 0.4 if step == 8 else 1  # as a schedule does
+        many.step(step, RHYTHM)
+        one.step(step, {})
+    groups = [group((4, 3))]
+    for which in "first", "second":  # the second begins with no state
         again = _Twins(answer, oracle, groups)
         for step in range(1, 4):
-            again.step(step, f" of the {which} of two optimisers on it")
-        groups = again.mine
-
-
-def _params(*shapes):
-    "Parameters in float64, so that a small slip shows, and in another memory order than their shape's."
-    values = (_randn(*s[::-1]) for s in shapes)
-    return [nn.Parameter(v.permute(*range(v.ndim - 1, -1, -1)) if v.ndim else v) for v in values]
+            again.step(step, {}, f" of the {which} of two optimisers on it")
 
 
 class _Twins:
     "The learner's optimiser and torch's, on equal parameters that get equal gradients."
 
     def __init__(self, answer, oracle, groups):
-        self.mine, twin = groups, copy.deepcopy(groups)
-        self.words = [", ".join(f"{k} {_short(v)}" for k, v in g.items() if k != "params") for g in groups]
-        self.every = [  # (the learner's parameter, torch's, the number of their group)
-            (p, q, i)
-            for i, (a, b) in enumerate(zip(groups, twin, strict=True))
-            for p, q in zip(a["params"], b["params"], strict=True)
-        ]
-        for p, _, _ in self.every:
-            p.grad = None
-        self.nearly = "keep what you store in the parameter's own dtype"
-        self.nearly += ", and see where eps goes" if "eps" in groups[0] else ""
-        self.rhythm = {}
-        lr = groups[0]["lr"]
+        self.every, twins, lr = [], [], groups[0]["lr"]
+        for group in groups:
+            for p in group["params"]:
+                p.grad = None
+            twins.append(copy.deepcopy(group))
+            self.every += [(p, q, group) for p, q in zip(group["params"], twins[-1]["params"], strict=True)]
         # Each constructor gets dicts of its own: torch fills in what is missing.
         self.answer = core.call(answer, [dict(g) for g in groups], lr=lr, mutates=(0,))
-        if not isinstance(self.answer, torch.optim.Optimizer):
-            raise core.Wrong(
-                f"expected the optimiser's class, which makes an optimiser; it made {core.kind(self.answer)}"
-            )
-        self.oracle = oracle([dict(g) for g in twin], lr=lr)
+        made = f"expected the class of an optimiser; it made {core.kind(self.answer)}"
+        core.require(isinstance(self.answer, torch.optim.Optimizer), made)
+        self.oracle = oracle(twins, lr=lr, foreach=False)
 
-    def scale_lr(self, factor):
-        for opt in (self.answer, self.oracle):
-            for group in opt.param_groups:
-                group["lr"] *= factor
-
-    def step(self, step, whose=""):
+    def step(self, step, rhythm, whose=""):
         kept = []
         for i, (p, q, _) in enumerate(self.every):
-            if not self.rhythm.get(i, lambda step: True)(step):
+            # In step 6 every third gradient is zero.
+            grad = _randn(*p.shape) * (0 if (step, i % 3) == (6, 0) else 10 ** _draw(-7, 3))
+            if not rhythm.get(i, lambda step: True)(step):
                 p.grad = q.grad = None
             elif p.grad is None:
-                p.grad = torch.randn_like(p) * 10 ** _draw(-7, 1)
-                q.grad = p.grad.clone()
+                p.grad, q.grad = grad.clone(), grad.clone()
             else:  # in place, as backward adds: an answer that kept the tensor itself sees it change
-                p.grad.normal_().mul_(10 ** _draw(-7, 1))
-                q.grad.copy_(p.grad)
-            kept.append(None if p.grad is None else p.grad.clone())
-        self.answer.step()
+                p.grad.copy_(grad), q.grad.copy_(grad)
+            kept.append(None if p.grad is None else grad)
+        core.call(self.answer.step)
         self.oracle.step()
         for (p, q, group), grad in zip(self.every, kept, strict=True):
-            shape = f"{list(p.shape)}{' without a gradient' if grad is None else ''}"
-            what = (
-                f"after step {step}{whose}, the parameter of shape {shape} in the group {self.words[group]}"
-            )
-            core.require(
-                p.is_leaf and p.requires_grad, f"{what} is no longer a leaf that requires a gradient"
-            )
-            if torch.allclose(p, q, rtol=1e-5, atol=1e-7) and not torch.allclose(
-                p, q, rtol=1e-10, atol=1e-12
-            ):
-                raise core.Wrong(f"{what} is nearly right: {self.nearly}")
+            had = " without a gradient" if grad is None else "" if grad.any() else " with a gradient of zeros"
+            words = ", ".join(f"{k} {v:.3g}" for k, v in group.items() if isinstance(v, float))
+            what = f"after step {step}{whose}, a parameter of shape {list(p.shape)}{had} ({words})"
+            core.require(p.is_leaf and p.requires_grad, f"{what}: requires_grad or being a leaf was lost")
+            if torch.allclose(p, q, 1e-5, 1e-7) and not torch.allclose(p, q, 1e-10, 1e-12):
+                raise core.Wrong(f"{what} is nearly right: is its state in its dtype, eps in its place?")
             core.close(p, q, what, rtol=1e-10, atol=1e-12)
             same = p.grad is None if grad is None else p.grad is not None and torch.equal(p.grad, grad)
-            core.require(
-                same, f"{what}: step changed p.grad, to which others may still be adding; leave it as it is"
-            )
+            core.require(same, f"{what}: step changed p.grad, to which others may still be adding")
 
 
-def _short(v):
-    return "(" + ", ".join(f"{x:.3g}" for x in v) + ")" if isinstance(v, tuple) else f"{v:.3g}"
-
-
-# descent.5
-
-
-@core.exercise(
-    "descent.5", "weights, losses and modes are right with ragged batches, and no step's graph stays alive"
-)
+@core.exercise("descent.5", "losses, gradients and modes are right with ragged batches, and no graph stays")
 def fit(answer):
-    _fit(answer, epochs=4, sizes=(8, 8, 5), valid_sizes=(7, 7, 2))
-    _fit(answer, epochs=2, sizes=(6, 6, 6, 1), valid_sizes=(9, 4))
-
-
-def _fit(answer, epochs, sizes, valid_sizes):
-    features, scale, lr = 4, _draw(0.5, 2), _draw(0.02, 0.1)
-    model = _Linear(features)
-    w, b = model.w.detach().clone(), model.b.detach().clone()
-    opt = _SGD(model.parameters(), lr=lr)
-    # The last feature tells the model which set a sample is from.
-    passes = [[_batch(n, features, _TRAIN) for n in sizes] for _ in range(epochs)]
-    train, valid = _Loader(passes), _Loader([[_batch(n, features, _VALID) for n in valid_sizes]])
-    model.eval()  # as an earlier validation leaves it
-
-    def loss_fn(out, y):
-        return scale * ((out - y) ** 2).mean()
-
-    got = core.call(answer, model, opt, loss_fn, train, valid, epochs, mutates=(0, 1))
-
-    losses, valid_losses, grads = [], [], []
-    for batches in passes:
-        for x, y in batches:  # the gradient of scale * mean (xw + b - y)² by hand
-            off = x @ w + b - y
-            losses.append((scale * (off**2).mean()).item())
-            grads.append(2 * scale / len(y) * torch.cat([off @ x, off.sum()[None]]))
-            w, b = w - lr * grads[-1][:-1], b - lr * grads[-1][-1]
-        x, y = (torch.cat(t) for t in zip(*valid.passes[0], strict=True))
-        valid_losses.append((scale * ((x @ w + b - y) ** 2).mean()).item())
-
-    model.judge(len(losses), epochs * len(valid_sizes))
-    core.equal(len(opt.grads), len(losses), f"opt.step() in {epochs} epochs of {len(sizes)} batches", "calls")
-    for i, (g, want) in enumerate(zip(opt.grads, grads, strict=True)):
-        core.close(
-            g,
-            want,
-            f"the gradient that step {i + 1} of {len(losses)} uses (is it zeroed before each backward?)",
-        )
-    core.close(torch.cat([model.w, model.b[None]]), torch.cat([w, b[None]]), "the weights after training")
-    if not isinstance(got, tuple | list) or len(got) != 2:
-        raise core.Wrong(f"expected (losses, valid_losses) to be returned, got {core.kind(got)}")
-    for series, want, name in zip(got, (losses, valid_losses), ("losses", "valid_losses"), strict=True):
-        if not isinstance(series, list | tuple):
-            raise core.Wrong(f"{name}: expected a list of {len(want)} numbers, got {core.kind(series)}")
-        core.equal(
-            len(series), len(want), f"the length of {name} for {epochs} epochs of {len(sizes)} batches"
-        )
-        for i, (value, exact) in enumerate(zip(series, want, strict=True)):
-            hint = f" (batches of {list(valid_sizes)}, every sample of equal weight)" * (
-                name == "valid_losses"
-            )
-            core.close(value, exact, f"{name}[{i}]{hint}", rtol=1e-5)
-
-
-_TRAIN, _VALID = 1.0, -1.0
-
-
-def _batch(n, features, kind):
-    return torch.cat([_randn(n, features - 1), torch.full((n, 1), kind, dtype=torch.float64)], 1), _randn(n)
+    _fit(answer, 4, (8, 8, 5), (7, 7, 2))
+    _fit(answer, 2, (6, 6, 6, 1), (9, 4))
 
 
 class _Loader:
-    "Batches that differ from pass to pass, as a shuffling loader's do."
+    "Batches that differ from pass to pass, as a shuffling loader's do. It can be iterated, and no more."
 
     def __init__(self, passes):
-        self.passes, self.count = passes, 0
-
-    def __len__(self):
-        return len(self.passes[0])
+        self.passes = itertools.cycle(passes)
 
     def __iter__(self):
-        self.count += 1
-        yield from self.passes[(self.count - 1) % len(self.passes)]
+        return iter(next(self.passes))
 
 
-class _SGD(torch.optim.SGD):
-    "SGD that keeps each gradient it steps with."
+def _fit(answer, epochs, sizes, valid_sizes):
+    scale, lr, model = _draw(0.5, 2), _draw(0.02, 0.1), nn.Linear(3, 1, bias=False).double()
+    opt = torch.optim.SGD(model.parameters(), lr=lr, foreach=False)
+    # The last feature says which set a sample is from.
+    passes = [[(F.pad(_randn(n, 2), (0, 1), value=1.0), _randn(n, 1)) for n in sizes] for _ in range(epochs)]
+    valid = [(F.pad(_randn(n, 2), (0, 1), value=-1.0), _randn(n, 1)) for n in valid_sizes]
+    seen, grads, graphs, alive, w = [], [], [], [0], model.weight.detach().clone()
 
-    def __init__(self, params, lr):
-        super().__init__(params, lr=lr, foreach=False)
-        self.grads = []
+    def loss_fn(out, y):
+        loss = scale * ((out - y) ** 2).mean()
+        if loss.requires_grad:
+            alive.append(sum(ref() is not None for ref in graphs))
+            hook = lambda *_: None  # noqa: E731, it lives as long as the graph
+            loss.grad_fn.register_hook(hook)
+            graphs.append(weakref.ref(hook))
+        return loss
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        w, b = self.param_groups[0]["params"]
-        if w.grad is None or b.grad is None:
-            raise core.Wrong(
-                "opt.step() found no gradients: call backward() before it, and zero_grad() before both"
-            )
-        self.grads.append(torch.cat([w.grad, b.grad[None]]).clone())
-        return super().step(closure)
+    def before_step(*_):
+        core.require(model.weight.grad is not None, "opt.step() found no gradient: call backward() before it")
+        grads.append(model.weight.grad.clone())
 
+    def note(_, x, out):
+        seen.append((x[0][0, -1] > 0, model.training, out.requires_grad))
 
-class _Linear(nn.Module):
-    "A linear model that notes how it is used, and how many steps' graphs are alive."
+    model.register_forward_hook(note)
+    opt.register_step_pre_hook(before_step)
+    model.eval()  # as an earlier validation leaves it
+    model.weight.grad = torch.randn_like(w)  # from earlier work
+    got = core.call(answer, model, opt, loss_fn, _Loader(passes), _Loader([valid]), epochs, mutates=(0, 1))
 
-    def __init__(self, features):
-        super().__init__()
-        self.w, self.b = nn.Parameter(_randn(features)), nn.Parameter(_randn(1)[0])
-        self.seen = {_TRAIN: [], _VALID: []}
-        self.graphs, self.most = [], 0
-
-    def forward(self, x):
-        self.seen[x[0, -1].item()].append((self.training, torch.is_grad_enabled()))
-        if sum(ref() is not None for ref in self.graphs) > 2:
-            gc.collect()
-        self.most = max(self.most, sum(ref() is not None for ref in self.graphs))
-        return _Trace.apply(x @ self.w + self.b, self.graphs)
-
-    def judge(self, steps, batches):
-        train, valid = self.seen[_TRAIN], self.seen[_VALID]
-        core.equal(len(train), steps, "training batches that the model saw")
-        core.equal(len(valid), batches, "validation batches that the model saw")
-        late = [i + 1 for i, (training, _) in enumerate(train) if not training]
-        core.require(
-            not late,
-            f"eval mode was on in training step {min(late, default=0)}: call model.train() each epoch",
-        )
-        core.require(
-            not any(t for t, _ in valid), "the model was in train mode while validating: call model.eval()"
-        )
-        core.require(
-            not any(g for _, g in valid), "validation recorded a graph: put it under torch.no_grad()"
-        )
-        gc.collect()
-        alive = sum(ref() is not None for ref in self.graphs)
-        core.require(
-            self.most <= 2 and alive <= 1,
-            f"the graphs of {max(self.most, alive)} training steps were alive at once: keep loss.item() or "
-            "loss.detach(), not the loss itself",
-        )
+    core.require(torch.is_grad_enabled(), "autograd is off after fit: use `with torch.no_grad():`")
+    core.equal(len(grads), epochs * len(sizes), f"opt.step() in {epochs} epochs of {sizes} samples", "calls")
+    modes = [training for train, training, _ in seen if train]
+    core.require(all(modes), f"eval mode was on in training step {[*modes, False].index(False) + 1}")
+    core.require(not any(t for train, t, _ in seen if not train), "train mode was on in validation")
+    core.require(not any(g for train, _, g in seen if not train), "autograd recorded a graph in validation")
+    core.require(max(alive) < 3, f"{max(alive)} steps' graphs were in memory at once: keep loss.item()")
+    losses, valid_losses = [], []
+    for batches in passes:
+        for x, y in batches:  # by hand: the gradient of scale * mean (x w - y)²
+            losses.append(scale * ((x @ w.T - y) ** 2).mean())
+            grad = 2 * scale / len(y) * (x @ w.T - y).T @ x
+            step = f"the gradient of step {len(losses)} (is .grad cleared before each backward?)"
+            core.close(grads[len(losses) - 1], grad, step)
+            w = w - lr * grad
+        x, y = (torch.cat(t) for t in zip(*valid, strict=True))
+        valid_losses.append(scale * ((x @ w.T - y) ** 2).mean())
+    found = core.parts(got, "losses valid_losses", "fit's result")
+    for name, series, want in ("losses", found[0], losses), ("valid_losses", found[1], valid_losses):
+        values = series if isinstance(series, list | tuple) else [series]
+        odd = [core.kind(v) for v in values if not isinstance(v, float)]
+        core.require(not odd, f"{name}: expected a list of Python floats, got {odd[:1]}")
+        where = f"{name} with training batches of {sizes} and validation batches of {valid_sizes}"
+        core.close(torch.tensor(series).double(), torch.stack(want), where, rtol=1e-5)
 
 
-class _Trace(torch.autograd.Function):
-    "The identity, with a token in the graph that lives as long as the graph does."
+@core.exercise("descent.6", "images move in all nine ways, and each arm meets its twin of the same seed")
+def remedy(move, paired_gains):
+    core.need_callable(paired_gains)
+    _moves(move, torch.rand(1, 3, 6, 4).double() + 0.1)
+    counts = _moves(move, torch.rand(5400, 2, 5, 7) + 0.1).bincount(minlength=9).tolist()
+    even = all(480 < k < 720 for k in counts)
+    core.require(even, f"move: the nine moves are not equally likely: {counts} times in 5,400 images")
+    low = sorted(random.sample(range(1000), 4))
+    seeds, calls = [low[2], low[0], low[3], low[1]], []
+    arms = {"wide": {"width": _draw(2, 3)}, "both": {"width": _draw(-2, -1), "decay": _draw(0.1, 0.2)}}
 
-    @staticmethod
-    def forward(ctx, x, graphs):
-        ctx.token = _Token()
-        graphs.append(weakref.ref(ctx.token))
-        return x.view_as(x)
+    def experiment(**options):
+        calls.append(options)
+        luck = torch.rand(()).item()
+        torch.rand(random.randint(1, 5))  # as a run uses more or fewer random numbers
+        return 0.4 + 0.3 * luck + 0.1 * luck**2 * sum(options.values())
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+    got = core.call(paired_gains, experiment, arms, seeds)
+    core.require(isinstance(got, dict), f"paired_gains: expected a dict, got {core.kind(got)}")
+    core.equal(sorted(map(str, got)), sorted(arms), "the arms in the result of paired_gains")
+    for name, options in {"no options": {}, **arms}.items():
+        core.equal(calls.count(options), len(seeds), f"runs of {name} for {len(seeds)} seeds")
+    for name, options in arms.items():
+        gains = core.parts(got[name], " ".join(f"seed_{s}" for s in seeds), f"the gains of arm {name}")
+        for seed, gain in zip(seeds, gains, strict=True):
+            torch.manual_seed(seed)
+            want = 10 * torch.rand(()).item() ** 2 * sum(options.values())
+            core.close(gain, want, f"the gain in points of arm {name} at seed {seed}", rtol=1e-6)
 
 
-class _Token:
-    pass
+def _moves(move, images):
+    "Judge `move` on images [n, channels, h, w]; returns which of the nine moves each image made."
+    n, channels, h, w = images.shape
+    padded, found, what = F.pad(images, (1, 1, 1, 1)), [], f"move on {n} images of {channels} x {h} x {w}"
+    windows = torch.stack([padded[..., r : r + h, c : c + w] for r in range(3) for c in range(3)])
+    for seed in 5, 5, 6:
+        torch.manual_seed(seed)
+        got = core.call(move, images)
+        core.equal(core.kind(got), core.kind(images), what)
+        fits = (got == windows).flatten(2).all(2)  # [9, n]
+        bad = n - int(fits.any(0).sum())
+        core.require(not bad, f"{what}: {bad} are none of the nine moves; see to the border and the channels")
+        found.append(fits.int().argmax(0))
+    core.require(torch.equal(found[0], found[1]), f"{what}: one seed of torch gave two answers")
+    core.require(n < 9 or not torch.equal(found[0], found[2]), f"{what}: two seeds gave the same moves")
+    return found[0]

@@ -1,867 +1,301 @@
-"Plausible wrong answers to lesson descent, each named after its mistake."
+"Wrong and right answers to lesson descent, each named after what it does."
 
 import torch
+from torch.nn import functional as F
 
-from course_lib import descent
+from course_lib.descent.solutions import Adam, Momentum, descend, fit, largest_stable_lr, move, paired_gains
 
-# descent.1
+REFERENCE = {
+    "descent.1": descend,
+    "descent.2": largest_stable_lr,
+    "descent.3": Momentum,
+    "descent.4": Adam,
+    "descent.5": fit,
+    "descent.6": (move, paired_gains),
+}
+
+# descent.1: the right walk, with one thing to get wrong at a time
 
 
-def keeps_the_graph(f, start, lr, steps):
-    w = start.detach().requires_grad_()
-    path = [w]
+def _walk(clear=True, copy=True, graph=False, flat=0.0, dtype=None):
+    def walked(f, start, lr, steps):
+        w = (start.detach().clone() if copy else start).requires_grad_()
+        path = [w if graph else w.detach().clone()]
+        for _ in range(steps):
+            if graph:
+                w = w - lr * torch.autograd.grad(f(w), w)[0]
+            else:
+                w.grad = None if clear else w.grad
+                f(w).backward()
+                w.data -= lr * w.grad * (w.grad.abs() > flat)
+            path.append(w if graph else w.detach().clone())
+        return torch.stack(path).to(dtype or start.dtype)
+
+    return walked
+
+
+def with_an_optimiser(f, start, lr, steps):
+    w = torch.nn.Parameter(start.clone())
+    opt, path = torch.optim.SGD([w], lr=lr), [start.clone()]
     for _ in range(steps):
-        (grad,) = torch.autograd.grad(f(w), w)
-        w = w - lr * grad
-        path.append(w)
-    return torch.stack(path)
-
-
-def marks_the_start(f, start, lr, steps):
-    path = [start.detach().clone()]
-    w = start.requires_grad_()
-    for _ in range(steps):
-        (grad,) = torch.autograd.grad(f(w), w)
-        w = (w - lr * grad).detach().requires_grad_()
-        path.append(w.detach())
-    return torch.stack(path)
-
-
-def climbs(f, start, lr, steps):
-    return descent.descend(f, start, -lr, steps)
-
-
-def adds_up_gradients(f, start, lr, steps):
-    w = start.detach().clone().requires_grad_()
-    path = [start.detach()]
-    for _ in range(steps):
+        opt.zero_grad()
         f(w).backward()
-        with torch.no_grad():
-            w -= lr * w.grad
+        opt.step()
         path.append(w.detach().clone())
     return torch.stack(path)
 
 
-def moves_the_start(f, start, lr, steps):
-    w = start.detach().requires_grad_()
-    path = [w.detach().clone()]
-    for _ in range(steps):
-        (grad,) = torch.autograd.grad(f(w), w)
-        with torch.no_grad():
-            w -= lr * grad
-        path.append(w.detach().clone())
-    return torch.stack(path)
+# descent.2: power iteration, with one thing to get wrong at a time
 
 
-def keeps_one_tensor_many_times(f, start, lr, steps):
-    w = start.detach().clone().requires_grad_()
-    path = [w.detach()]
-    for _ in range(steps):
-        (grad,) = torch.autograd.grad(f(w), w)
-        with torch.no_grad():
-            w -= lr * grad
-        path.append(w.detach())
-    return torch.stack(path)
+def _power(first=torch.randn, most=199, normalise=True):
+    def iterated(product, size):
+        v = first(size)
+        for _ in range(most):
+            v = product(v / v.norm() if normalise else v)
+        return (2 * torch.dot(v, v) / torch.dot(v, product(v))).item()
+
+    return iterated
 
 
-def forgets_the_start(f, start, lr, steps):
-    return descent.descend(f, start, lr, steps + 1)[1:]
-
-
-def stops_one_short(f, start, lr, steps):
-    return descent.descend(f, start, lr, max(steps - 1, 0))
-
-
-def gives_the_last_point(f, start, lr, steps):
-    return descent.descend(f, start, lr, steps)[-1]
-
-
-def normalises_the_gradient(f, start, lr, steps):
-    w, path = start.detach(), [start.detach()]
-    for _ in range(steps):
-        w = w.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(f(w), w)
-        w = w.detach() - lr * grad / grad.norm()
-        path.append(w)
-    return torch.stack(path)
-
-
-def clips_the_gradient(f, start, lr, steps):
-    w, path = start.detach(), [start.detach()]
-    for _ in range(steps):
-        w = w.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(f(w), w)
-        w = w.detach() - lr * grad.clamp(-1, 1)
-        path.append(w)
-    return torch.stack(path)
-
-
-def takes_the_gradient_at_the_start(f, start, lr, steps):
-    w = start.detach().clone().requires_grad_()
-    (grad,) = torch.autograd.grad(f(w), w)
-    return torch.stack([start.detach() - k * lr * grad for k in range(steps + 1)])
-
-
-def knows_its_own_rate(f, start, lr, steps):
-    return descent.descend(f, start, 0.1, steps)
-
-
-def lowers_the_rate(f, start, lr, steps):
-    path = [start.detach()]
-    for k in range(steps):
-        path.append(descent.descend(f, path[-1], lr / (1 + 0.01 * k), 1)[1])
-    return torch.stack(path)
-
-
-def takes_finite_differences(f, start, lr, steps):
-    w, path = start.detach().clone(), [start.detach()]
-    for _ in range(steps):
-        grad = torch.zeros_like(w)
-        for i in range(w.numel()):
-            bump = torch.zeros_like(w)
-            bump.view(-1)[i] = 1e-5
-            grad.view(-1)[i] = (f(w + bump) - f(w - bump)) / 2e-5
-        w = w - lr * grad
-        path.append(w)
-    return torch.stack(path)
-
-
-def knows_two_dimensions(f, start, lr, steps):
-    return descent.descend(f, start.reshape(-1)[:2], lr, steps)
-
-
-def gives_a_list(f, start, lr, steps):
-    return list(descent.descend(f, start, lr, steps))
-
-
-# descent.2
-
-
-def one_over_the_curvature(product, size):
-    return descent.largest_stable_lr(product, size) / 2
-
-
-def gives_the_curvature(product, size):
-    return 2 / descent.largest_stable_lr(product, size)
-
-
-def stops_after_five(product, size):
-    return descent.largest_stable_lr(product, size, products=5)
-
-
-def stops_after_thirty(product, size):
-    return descent.largest_stable_lr(product, size, products=30)
-
-
-def starts_from_ones(product, size):
-    v = torch.ones(size)
-    for _ in range(150):
-        v = product(v / v.norm())
-    return 2 / v.norm().item()
-
-
-def starts_from_the_first_axis(product, size):
-    v = torch.zeros(size)
-    v[0] = 1
-    for _ in range(150):
-        v = product(v / v.norm())
-    return 2 / v.norm().item()
-
-
-def never_normalises(product, size):
-    v = torch.randn(size)
-    for _ in range(150):
-        v = product(v)
-    return (2 * torch.dot(v, v) / torch.dot(v, product(v))).item()
-
-
-def takes_the_trace(product, size):
-    draws = [torch.randn(size).sign() for _ in range(100)]
-    return 2 / (sum(torch.dot(v, product(v)) for v in draws) / 100).item()
-
-
-def takes_the_largest_stretch(product, size):
-    draws = [torch.randn(size) for _ in range(200)]
-    return 2 / max((product(v).norm() / v.norm()).item() for v in draws)
-
-
-def takes_the_mean_curvature(product, size):
-    v = torch.randn(size)
-    return 2 / (torch.dot(v, product(v)) / torch.dot(v, v)).item()
+def _one_seed(size):
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 
 def builds_the_matrix(product, size):
-    matrix = torch.stack([product(v) for v in torch.eye(size)])
-    return 2 / torch.linalg.eigvalsh(matrix)[-1].item()
+    return 2 / torch.linalg.eigvalsh(torch.stack([product(v) for v in torch.eye(size)]))[-1].item()
 
 
-def builds_part_of_the_matrix(product, size):
-    matrix = torch.stack([product(v) for v in torch.eye(size)[:200]])
-    return 2 / torch.linalg.eigvalsh(matrix[: len(matrix), : len(matrix)])[-1].item()
-
-
-def takes_the_largest_diagonal(product, size):
-    axes = torch.eye(size)[:200]
-    return 2 / max(torch.dot(v, product(v)).item() for v in axes)
-
-
-def squares_the_curvature(product, size):
+def by_the_quotient(product, size):
     v = torch.randn(size)
-    for _ in range(150):
+    for _ in range(190):
+        w = product(v)
+        top, v = torch.dot(v, w) / torch.dot(v, v), w / w.abs().max()
+    return 2 / top
+
+
+def by_length(product, size):
+    v = torch.rand(size) - 0.5
+    for _ in range(200):
         v = product(v / v.norm())
-    return 2 / torch.dot(v, v).item()
+    return 2 / v.norm()
 
 
-def divides_by_the_wrong_norm(product, size):
-    v = torch.randn(size)
-    for _ in range(150):
-        v = product(v / v.abs().max())
-        v = v / v.abs().max()
-    return 2 / torch.dot(v, product(v)).item()
+# descent.3 and descent.4: one step for all, with one thing to get wrong at a time
 
 
-def stays_safely_below(product, size):
-    return 0.95 * descent.largest_stable_lr(product, size)
-
-
-def finds_a_rate_by_trying(product, size):
-    w0, lr = torch.randn(size), 1.0
-    for _ in range(40):
-        w = w0.clone()
-        for _ in range(4):
-            w = w - lr * product(w)
-        if w.norm() < w0.norm():
-            return lr
-        lr /= 2
-    return lr
-
-
-# descent.3
-
-
-def _with_gradients(opt):
-    for group in opt.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                yield group, p, opt.state[p]
-
-
-def _decayed(group, p):
-    return p.grad + group["weight_decay"] * p
-
-
-class TakesAnAverage(descent.Momentum):
-    "velocity = momentum * velocity + (1 - momentum) * gradient"
+class _Variant(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3, **options):
+        defaults = {"momentum": 0.9, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        super().__init__(params, {"lr": lr} | defaults | options)
 
     @torch.no_grad()
     def step(self):
-        for group, p, state in _with_gradients(self):
-            mu = group["momentum"]
-            state["v"] = mu * state.get("v", 0) + (1 - mu) * _decayed(group, p)
-            p -= group["lr"] * state["v"]
-
-
-class AveragesFromTheSecondStepOn(descent.Momentum):
-    "Dampening, as in torch with dampening=momentum."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            mu, grad = group["momentum"], _decayed(group, p)
-            state["v"] = mu * state["v"] + (1 - mu) * grad if "v" in state else grad
-            p -= group["lr"] * state["v"]
-
-
-class PutsTheRateIntoTheVelocity(descent.Momentum):
-    "Right while lr stays; wrong once a schedule changes it."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            state["v"] = group["momentum"] * state.get("v", 0) + group["lr"] * _decayed(group, p)
-            p -= state["v"]
-
-
-class KeepsItsStateInFloat32(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            v = state.setdefault("v", torch.zeros(p.shape))
-            v.mul_(group["momentum"]).add_(_decayed(group, p))
-            p -= group["lr"] * v
-
-
-class ForgetsWeightDecay(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            state["v"] = group["momentum"] * state.get("v", 0) + p.grad
-            p -= group["lr"] * state["v"]
-
-
-class DecaysApartFromTheGradient(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            p -= group["lr"] * group["weight_decay"] * p
-            state["v"] = group["momentum"] * state.get("v", 0) + p.grad
-            p -= group["lr"] * state["v"]
-
-
-class LooksAhead(descent.Momentum):
-    "Nesterov's step."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            grad = _decayed(group, p)
-            state["v"] = group["momentum"] * state.get("v", 0) + grad
-            p -= group["lr"] * (grad + group["momentum"] * state["v"])
-
-
-class StepsBeforeTheVelocity(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            v = state.get("v", torch.zeros_like(p))
-            p -= group["lr"] * v
-            state["v"] = group["momentum"] * v + _decayed(group, p)
-
-
-class KeepsTheGradientItself(descent.Momentum):
-    "The first velocity is p.grad, which the next backward overwrites."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            grad = _decayed(group, p) if group["weight_decay"] else p.grad
-            v = state["v"] = grad if "v" not in state else state["v"].mul(group["momentum"]).add(grad)
-            p -= group["lr"] * v
-
-
-class WritesIntoTheGradient(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            grad = p.grad.add_(p, alpha=group["weight_decay"])
-            state["v"] = group["momentum"] * state.get("v", 0) + grad
-            p -= group["lr"] * state["v"]
-
-
-class SharesOneState(descent.Momentum):
-    seen: dict = {}  # noqa: RUF012
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, _ in _with_gradients(self):
-            v = self.seen[p] = group["momentum"] * self.seen.get(p, 0) + _decayed(group, p)
-            p -= group["lr"] * v
-
-
-class KeepsStateByShape(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for group, p, _ in _with_gradients(self):
-            state = self.state[p.shape]
-            state["v"] = group["momentum"] * state.get("v", 0) + _decayed(group, p)
-            p -= group["lr"] * state["v"]
-
-
-class UsesTheFirstGroupsOptions(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        group = self.param_groups[0]
-        for _, p, state in _with_gradients(self):
-            state["v"] = group["momentum"] * state.get("v", 0) + _decayed(group, p)
-            p -= group["lr"] * state["v"]
-
-
-class UsesTheDefaults(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for _, p, state in _with_gradients(self):
-            state["v"] = self.defaults["momentum"] * state.get("v", 0) + _decayed(self.defaults, p)
-            p -= self.defaults["lr"] * state["v"]
-
-
-class StepsOnTheFirstGroupOnly(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        group = self.param_groups[0]
-        for p in group["params"]:
-            if p.grad is not None:
-                state = self.state[p]
-                state["v"] = group["momentum"] * state.get("v", 0) + _decayed(group, p)
-                p -= group["lr"] * state["v"]
-
-
-class StopsAtAMissingGradient(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
+        self.steps = getattr(self, "steps", 0) + 1
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    return
-                state = self.state[p]
-                state["v"] = group["momentum"] * state.get("v", 0) + _decayed(group, p)
-                p -= group["lr"] * state["v"]
+                self.missing(p) if p.grad is None else p.sub_(self.move(group, p, self.state[p]))
+
+    def missing(self, p):
+        pass
+
+    def decayed(self, group, p):
+        return p.grad + group["weight_decay"] * p
+
+    def move(self, group, p, s):
+        s["v"] = group["momentum"] * s.get("v", 0) + self.decayed(group, p)
+        return group["lr"] * s["v"]
 
 
-class TreatsAMissingGradientAsZero(descent.Momentum):
-    "Velocity and weight decay go on moving a parameter that had no gradient."
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                grad = torch.zeros_like(p) if p.grad is None else p.grad
-                state = self.state[p]
-                state["v"] = group["momentum"] * state.get("v", 0) + grad + group["weight_decay"] * p
-                p -= group["lr"] * state["v"]
+class PutsTheRateIntoTheVelocity(_Variant):
+    def move(self, group, p, s):
+        s["v"] = group["momentum"] * s.get("v", 0) + group["lr"] * self.decayed(group, p)
+        return s["v"]
 
 
-class ForgetsTheVelocity(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        for group, p, _ in _with_gradients(self):
-            p -= group["lr"] * _decayed(group, p)
+class ForgetsTheVelocityWithoutAGradient(_Variant):
+    def missing(self, p):
+        self.state[p].clear()
 
 
-class BindsANewName(descent.Momentum):
-    "p = p - … moves nothing."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            state["v"] = group["momentum"] * state.get("v", 0) + _decayed(group, p)
-            p = p - group["lr"] * state["v"]
+class SkipsZeros(_Variant):
+    def move(self, group, p, s):
+        return super().move(group, p, s) if p.grad.any() else 0
 
 
-class ClearsTheGradients(descent.Momentum):
-    @torch.no_grad()
-    def step(self):
-        super().step()
-        self.zero_grad()
+class WritesIntoTheGradient(_Variant):
+    def decayed(self, group, p):
+        return p.grad.add_(p, alpha=group["weight_decay"])
 
 
-# descent.4
+class UsesTheFirstGroupsOptions(_Variant):
+    def move(self, group, p, s):
+        return super().move(self.param_groups[0], p, s)
 
 
-def _averages(group, p, state, grad):
-    (beta1, beta2), t = group["betas"], state.get("t", 0) + 1
-    m = beta1 * state.get("m", 0) + (1 - beta1) * grad
-    v = beta2 * state.get("v", 0) + (1 - beta2) * grad**2
-    state.update(t=t, m=m, v=v)
-    return m, v, beta1, beta2, t
+class _AdamVariant(_Variant):
+    beta_steps, after_root = "own", True
+
+    def move(self, group, p, s):
+        grad, (beta1, beta2) = self.decayed(group, p), group["betas"]
+        s["t"] = s.get("t", 0) + 1
+        s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * grad
+        s["v"] = beta2 * s.get("v", 0) + (1 - beta2) * grad**2
+        t = {"own": s["t"], "all": self.steps, "never": 10**9}[self.beta_steps]
+        v = s["v"] / (1 - beta2**t)
+        root = v.sqrt() + group["eps"] if self.after_root else (v + group["eps"]).sqrt()
+        return group["lr"] / (1 - beta1**t) * s["m"] / root
 
 
-class ForgetsTheCorrection(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, *_ = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (v.sqrt() + group["eps"])
+class ForgetsTheCorrection(_AdamVariant):
+    beta_steps = "never"
 
 
-class CorrectsTheMeanOnly(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, _, t = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / (v.sqrt() + group["eps"])
+class CountsStepsOfTheWholeOptimiser(_AdamVariant):
+    beta_steps = "all"
 
 
-class CorrectsOneStepLate(descent.Adam):
-    "Counts from two, so that nothing is divided by zero."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            p -= (
-                group["lr"]
-                * m
-                / (1 - beta1 ** (t + 1))
-                / ((v / (1 - beta2 ** (t + 1))).sqrt() + group["eps"])
-            )
+class PutsEpsilonUnderTheRoot(_AdamVariant):
+    after_root = False
 
 
-class CorrectsAsInTheFirstStep(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, _ = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1) / ((v / (1 - beta2)).sqrt() + group["eps"])
+class DecaysAsAdamW(_AdamVariant):
+    def move(self, group, p, s):
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        return super().move({**group, "weight_decay": 0}, p, s)
 
 
-class SwapsTheBetas(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            swapped = {**group, "betas": group["betas"][::-1]}
-            m, v, beta1, beta2, t = _averages(swapped, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
+# descent.5: the right loop, with one thing to get wrong at a time
 
 
-class PutsEpsilonUnderTheRoot(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / (v / (1 - beta2**t) + group["eps"]).sqrt()
-
-
-class PutsEpsilonBeforeTheCorrection(descent.Adam):
-    "The paper's 'efficient' order: its epsilon is another."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t) * m / (v.sqrt() + group["eps"])
-
-
-class KnowsItsOwnEpsilon(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + 1e-8)
-
-
-class ForgetsTheRoot(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / (v / (1 - beta2**t) + group["eps"])
-
-
-class AveragesTheSizeNotTheSquare(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            grad = _decayed(group, p)
-            m, _, beta1, beta2, t = _averages(group, p, state, grad)
-            a = state["a"] = beta2 * state.get("a", 0) + (1 - beta2) * grad.abs()
-            p -= group["lr"] * m / (1 - beta1**t) / (a / (1 - beta2**t) + group["eps"])
-
-
-class SquaresTheAverage(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, _, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            w = state["w"] = beta2 * state.get("w", 0) + (1 - beta2) * m**2
-            p -= group["lr"] * m / (1 - beta1**t) / ((w / (1 - beta2**t)).sqrt() + group["eps"])
-
-
-class DecaysAsAdamW(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            p -= group["lr"] * group["weight_decay"] * p
-            m, v, beta1, beta2, t = _averages(group, p, state, p.grad)
-            p -= group["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
-
-
-class CountsStepsOfTheWholeOptimiser(descent.Adam):
-    "Wrong for a parameter whose first gradient comes later."
-
-    @torch.no_grad()
-    def step(self):
-        t = self.steps = getattr(self, "steps", 0) + 1
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, _ = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
-
-
-class CountsParametersAsSteps(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        t = getattr(self, "steps", 0)
-        for group, p, state in _with_gradients(self):
-            t = self.steps = t + 1
-            m, v, beta1, beta2, _ = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
-
-
-class CorrectsTheStoredAverages(descent.Adam):
-    "The corrected averages are carried into the next step."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            state.update(m=m / (1 - beta1**t), v=v / (1 - beta2**t))
-            p -= group["lr"] * state["m"] / (state["v"].sqrt() + group["eps"])
-
-
-class UsesOneGroupsBetas(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            first = {**group, "betas": self.param_groups[0]["betas"]}
-            m, v, beta1, beta2, t = _averages(first, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
-
-
-class RemembersTheFirstRate(descent.Adam):
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            lr = state.setdefault("lr", group["lr"])
-            p -= lr * m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
-
-
-class NormalisesTheWholeTensor(descent.Adam):
-    "One second moment for a tensor, not one for each number."
-
-    @torch.no_grad()
-    def step(self):
-        for group, p, state in _with_gradients(self):
-            m, v, beta1, beta2, t = _averages(group, p, state, _decayed(group, p))
-            p -= group["lr"] * m / (1 - beta1**t) / ((v.mean() / (1 - beta2**t)).sqrt() + group["eps"])
-
-
-# descent.5
-
-
-def _fit(
-    model,
-    opt,
-    loss_fn,
-    train,
-    valid,
-    epochs,
-    *,
-    zero=True,
-    modes="both",
-    grad=False,
-    mean="samples",
-    keep="item",
-):
-    "The right loop, with one thing to get wrong at a time."
-    losses, valid_losses = [], []
-    if modes == "train once":
-        model.train()
-    for _ in range(epochs):
-        if modes in ("both", "never eval"):
-            model.train()
-        if zero == "epoch":
-            opt.zero_grad()
-        for x, y in train:
-            loss = loss_fn(model(x), y)
-            if zero is True:
-                opt.zero_grad()
-            loss.backward()
-            if zero == "after backward":
-                opt.zero_grad(set_to_none=False)
-            opt.step()
-            losses.append({"item": loss.item(), "graph": loss}[keep])
-        if modes in ("both", "train once", "never train"):
+def _loop(zero=True, train=True, grad=False, weigh=True, keep=lambda loss: loss.item()):
+    def fitted(model, opt, loss_fn, train_batches, valid, epochs):
+        losses, valid_losses = [], []
+        for _ in range(epochs):
+            model.train(train)
+            for x, y in train_batches:
+                loss = loss_fn(model(x), y)
+                if zero:
+                    opt.zero_grad()
+                loss.backward()
+                opt.step()
+                losses.append(keep(loss))
             model.eval()
-        with torch.set_grad_enabled(grad):
-            parts = [(loss_fn(model(x), y).item(), len(y)) for x, y in valid]
-        total = sum(value * n for value, n in parts)
-        valid_losses.append({
-            "samples": total / sum(n for _, n in parts),
-            "batches": sum(value for value, _ in parts) / len(parts),
-            "first size": total / (len(parts) * parts[0][1]),
-            "sum": total,
-            "last": parts[-1][0],
-        }[mean])  # fmt: skip
-    return losses, valid_losses
+            with torch.set_grad_enabled(grad):
+                parts = [(loss_fn(model(x), y).item(), len(y) if weigh else 1) for x, y in valid]
+            valid_losses.append(sum(value * n for value, n in parts) / sum(n for _, n in parts))
+        return [float(loss) for loss in losses], valid_losses
+
+    return fitted
 
 
-def never_zeroes(*args):
-    return _fit(*args, zero=False)
+def leaves_autograd_off(*args):
+    got = fit(*args)
+    torch.set_grad_enabled(False)
+    return got
 
 
-def zeroes_once_an_epoch(*args):
-    return _fit(*args, zero="epoch")
-
-
-def zeroes_after_backward(*args):
-    return _fit(*args, zero="after backward")
-
-
-def never_calls_eval(*args):
-    return _fit(*args, modes="never eval")
-
-
-def never_calls_train(*args):
-    return _fit(*args, modes="never train")
-
-
-def calls_train_before_the_first_epoch_only(*args):
-    return _fit(*args, modes="train once")
-
-
-def sets_no_mode(*args):
-    return _fit(*args, modes="none")
-
-
-def validates_with_a_graph(*args):
-    return _fit(*args, grad=True)
-
-
-def means_the_batch_means(*args):
-    return _fit(*args, mean="batches")
-
-
-def takes_every_batch_for_a_full_one(*args):
-    return _fit(*args, mean="first size")
-
-
-def gives_the_sum(*args):
-    return _fit(*args, mean="sum")
-
-
-def validates_on_the_last_batch(*args):
-    return _fit(*args, mean="last")
-
-
-def keeps_the_losses_with_their_graphs(*args):
-    return _fit(*args, keep="graph")
-
-
-def keeps_graphs_until_the_end(*args):
-    losses, valid_losses = _fit(*args, keep="graph")
-    return [loss.item() for loss in losses], valid_losses
-
-
-def adds_losses_with_their_graphs(model, opt, loss_fn, train, valid, epochs):
+def freezes_the_model(model, opt, loss_fn, train, valid, epochs):
     losses, valid_losses = [], []
     for _ in range(epochs):
-        model.train()
-        running = 0
-        for x, y in train:
-            loss = loss_fn(model(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            running = running + loss
-            losses.append(loss.item())
-        valid_losses += _fit(model, opt, loss_fn, [], valid, 1)[1]
-    return losses, valid_losses
-
-
-def validates_once(model, opt, loss_fn, train, valid, epochs):
-    losses, valid_losses = _fit(model, opt, loss_fn, [b for _ in range(epochs) for b in train], valid, 1)
-    return losses, valid_losses * epochs
-
-
-def trains_on_the_validation_set(model, opt, loss_fn, train, valid, epochs):
-    losses, valid_losses = [], []
-    for _ in range(epochs):
-        model.train()
-        for x, y in train:
-            loss = loss_fn(model(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            losses.append(loss.item())
-        model.eval()
-        total = 0
-        for x, y in valid:
-            loss = loss_fn(model(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            total += loss.item() * len(y)
-        valid_losses.append(total / sum(len(y) for _, y in valid))
-    return losses, valid_losses
-
-
-def repeats_the_first_pass(model, opt, loss_fn, train, valid, epochs):
-    return _fit(model, opt, loss_fn, list(train), valid, epochs)
-
-
-def steps_once_an_epoch(model, opt, loss_fn, train, valid, epochs):
-    losses, valid_losses = [], []
-    for _ in range(epochs):
-        model.train()
-        opt.zero_grad()
+        model.train().zero_grad()
         for x, y in train:
             loss = loss_fn(model(x), y)
             loss.backward()
-            losses.append(loss.item())
-        opt.step()
-        valid_losses += _fit(model, opt, loss_fn, [], valid, 1)[1]
-    return losses, valid_losses
+            opt.step()
+            model.zero_grad()
+            losses.append(float(loss))
+        model.eval().requires_grad_(False)
+        samples = [loss_fn(model(x[i : i + 1]), y[i : i + 1]) for x, y in valid for i in range(len(y))]
+        valid_losses.append(float(torch.stack(samples).mean()))
+        model.requires_grad_(True)
+    return tuple(losses), tuple(valid_losses)
 
 
-def drops_the_last_batch(model, opt, loss_fn, train, valid, epochs):
-    losses, valid_losses = [], []
-    for _ in range(epochs):
-        a, b = _fit(model, opt, loss_fn, list(train)[:-1], valid, 1)
-        losses, valid_losses = losses + a, valid_losses + b
-    return losses, valid_losses
+# descent.6
 
 
-def knows_its_own_loss(model, opt, loss_fn, train, valid, epochs):
-    return _fit(model, opt, torch.nn.functional.mse_loss, train, valid, epochs)
+def rolls(images):
+    return torch.stack([i.roll(torch.randint(-1, 2, (2,)).tolist(), (1, 2)) for i in images])
 
 
-def gives_one_loss_an_epoch(*args):
-    losses, valid_losses = _fit(*args)
-    return losses[:: len(args[3])], valid_losses
+def moves_all_alike(images):
+    r, c = torch.randint(0, 3, (2,)).tolist()
+    return F.pad(images, (1, 1, 1, 1))[..., r : r + images.shape[2], c : c + images.shape[3]]
 
 
-def knows_its_own_epochs(model, opt, loss_fn, train, valid, epochs):
-    return _fit(model, opt, loss_fn, train, valid, 4)
+def prefers_the_middle(images):
+    shifts = torch.randn(len(images), 2).round().clamp(-1, 1).int() + 1
+    padded = F.pad(images, (1, 1, 1, 1))
+    h, w = images.shape[2:]
+    return torch.stack(
+        [i[:, r : r + h, c : c + w] for i, (r, c) in zip(padded, shifts.tolist(), strict=True)]
+    )
 
 
-def gives_the_losses_only(*args):
-    return _fit(*args)[0]
+def by_indices(images):
+    n, _, h, w = images.shape
+    r, c = torch.randint(0, 3, (2, n, 1, 1, 1))
+    rows, columns = r + torch.arange(h)[:, None], c + torch.arange(w)
+    padded = F.pad(images, (1, 1, 1, 1)).permute(0, 2, 3, 1)
+    picked = padded[torch.arange(n)[:, None, None], rows[:, 0], columns[:, 0]]
+    return picked.permute(0, 3, 1, 2)
 
 
-REFERENCE = {
-    "descent.1": descent.descend,
-    "descent.2": descent.largest_stable_lr,
-    "descent.3": descent.Momentum,
-    "descent.4": descent.Adam,
-    "descent.5": descent.fit,
+def seeds_once(experiment, arms, seeds):
+    base = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        base.append(experiment())
+    return {name: [100 * (experiment(**o) - b) for b in base] for name, o in arms.items()}
+
+
+def gives_shares(experiment, arms, seeds):
+    got = paired_gains(experiment, arms, seeds)
+    return {name: [gain / 100 for gain in gains] for name, gains in got.items()}
+
+
+def seed_by_seed(experiment, arms, seeds):
+    gains = {name: [] for name in arms}
+    for seed in seeds:
+        torch.manual_seed(seed)
+        without = experiment()
+        for name, options in arms.items():
+            torch.manual_seed(seed)
+            gains[name] += [(experiment(**options) - without) * 100]
+    return gains
+
+
+RIGHT = {
+    "descent.1": [_walk(), with_an_optimiser],
+    "descent.2": [by_length, by_the_quotient],
+    "descent.3": [_Variant, torch.optim.SGD],
+    "descent.4": [_AdamVariant, torch.optim.Adam],
+    "descent.5": [freezes_the_model, lambda *args: tuple(map(tuple, fit(*args)))],
+    "descent.6": [(by_indices, seed_by_seed), (lambda x: by_indices(x.clone()), paired_gains)],
 }
 
 MUTANTS = {
     "descent.1": [
-        keeps_the_graph, marks_the_start, climbs, adds_up_gradients, moves_the_start,
-        keeps_one_tensor_many_times, forgets_the_start, stops_one_short, gives_the_last_point,
-        normalises_the_gradient, clips_the_gradient, takes_the_gradient_at_the_start,
-        knows_its_own_rate, lowers_the_rate, takes_finite_differences, knows_two_dimensions,
-        gives_a_list,
+        _walk(clear=False), _walk(copy=False), _walk(graph=True), _walk(flat=1e-2),
+        _walk(dtype=torch.float32),
     ],
     "descent.2": [
-        one_over_the_curvature, gives_the_curvature, stops_after_five, stops_after_thirty,
-        starts_from_ones, starts_from_the_first_axis, never_normalises, takes_the_trace,
-        takes_the_largest_stretch, takes_the_mean_curvature, builds_the_matrix,
-        builds_part_of_the_matrix, takes_the_largest_diagonal, squares_the_curvature,
-        divides_by_the_wrong_norm, stays_safely_below, finds_a_rate_by_trying,
+        _power(torch.ones), _power(_one_seed), _power(most=30), _power(normalise=False), builds_the_matrix,
     ],
     "descent.3": [
-        TakesAnAverage, AveragesFromTheSecondStepOn, PutsTheRateIntoTheVelocity, KeepsItsStateInFloat32,
-        ForgetsWeightDecay, DecaysApartFromTheGradient, LooksAhead, StepsBeforeTheVelocity,
-        KeepsTheGradientItself, WritesIntoTheGradient, SharesOneState, KeepsStateByShape,
-        UsesTheFirstGroupsOptions, UsesTheDefaults, StepsOnTheFirstGroupOnly, StopsAtAMissingGradient,
-        TreatsAMissingGradientAsZero, ForgetsTheVelocity, BindsANewName, ClearsTheGradients,
+        PutsTheRateIntoTheVelocity, ForgetsTheVelocityWithoutAGradient, SkipsZeros,
+        WritesIntoTheGradient, UsesTheFirstGroupsOptions,
     ],
     "descent.4": [
-        ForgetsTheCorrection, CorrectsTheMeanOnly, CorrectsOneStepLate, CorrectsAsInTheFirstStep,
-        SwapsTheBetas, PutsEpsilonUnderTheRoot, PutsEpsilonBeforeTheCorrection, KnowsItsOwnEpsilon,
-        ForgetsTheRoot, AveragesTheSizeNotTheSquare, SquaresTheAverage, DecaysAsAdamW,
-        CountsStepsOfTheWholeOptimiser, CountsParametersAsSteps, CorrectsTheStoredAverages,
-        UsesOneGroupsBetas, RemembersTheFirstRate, NormalisesTheWholeTensor,
+        ForgetsTheCorrection, CountsStepsOfTheWholeOptimiser, PutsEpsilonUnderTheRoot, DecaysAsAdamW,
     ],
     "descent.5": [
-        never_zeroes, zeroes_once_an_epoch, zeroes_after_backward, never_calls_eval, never_calls_train,
-        calls_train_before_the_first_epoch_only, sets_no_mode, validates_with_a_graph,
-        means_the_batch_means, takes_every_batch_for_a_full_one, gives_the_sum,
-        validates_on_the_last_batch, keeps_the_losses_with_their_graphs, keeps_graphs_until_the_end,
-        adds_losses_with_their_graphs, validates_once, trains_on_the_validation_set,
-        repeats_the_first_pass, steps_once_an_epoch, drops_the_last_batch, knows_its_own_loss,
-        gives_one_loss_an_epoch, gives_the_losses_only, knows_its_own_epochs,
+        _loop(zero=False), _loop(train=False), _loop(grad=True), _loop(weigh=False),
+        _loop(keep=lambda loss: loss), leaves_autograd_off,
+    ],
+    "descent.6": [
+        (rolls, paired_gains), (moves_all_alike, paired_gains), (prefers_the_middle, paired_gains),
+        (move, seeds_once), (move, gives_shares),
     ],
 }  # fmt: skip
