@@ -32,11 +32,11 @@ def style():
     )
 
 
-def axes(rows=1, columns=1, **kw):
-    "`plt.subplots(rows, columns, ...)`; matplotlib is imported when something is drawn."
+def axes(nrows=1, ncols=1, **kw):
+    "`plt.subplots(nrows, ncols, ...)`; matplotlib is imported when something is drawn."
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, **kw)
+    return plt.subplots(nrows, ncols, **kw)
 
 
 def figure(fig):

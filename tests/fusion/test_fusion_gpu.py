@@ -3,12 +3,12 @@
 import fusion_programs
 import pytest
 import torch
-from test_fusion_random import as_near, digits
+from fusion.test_fusion_random import as_near, digits
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from course_lib import fusion, meter
-from course_lib.fusion import race as fusion_chains
+from course_lib.fusion import chain_race as fusion_chains
 from course_lib.fusion import small as fusion_small
 
 pytestmark = [
