@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from course_lib import fusion, meter
-from course_lib.fusion import codegen as fusion_codegen
 from course_lib.fusion import chain_race as fusion_chains
+from course_lib.fusion import codegen as fusion_codegen
 from course_lib.fusion.graph import Graph
 
 pytest.importorskip("triton")
