@@ -624,7 +624,7 @@ def test_atomics_give_several_answers_and_determinism_gives_one():
     code = textwrap.dedent("""
         import os
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        from course_lib import reproduce_determinism as d
+        from course_lib.reproduce import determinism as d
         found = {p.name: p for p in d.prices(seconds=0.01)}
         assert found["index_add"].answers > 1, found["index_add"]
         assert found["sum"].answers == 1

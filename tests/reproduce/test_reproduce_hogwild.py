@@ -140,7 +140,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent("""
-            from course_lib import reproduce_hogwild
+            from course_lib.reproduce import hogwild as reproduce_hogwild
 
             if __name__ == "__main__":
                 with reproduce_hogwild.Workers(2) as workers:
