@@ -82,29 +82,16 @@ def worked(number="01", slug="tiny", title="Tiny", stub=STUB):
     }
 
 
-README = """\
-# Tiny
-
-<!-- lessons -->
-<!-- /lessons -->
-
-Text.
-
-<!-- figures -->
-<!-- /figures -->
-The end.
-"""
-MUTANTS = 'REFERENCE = {"tiny.1": 1}\nMUTANTS = {\n    "tiny.1": [forgets, counts_twice, off_by_one],\n}\n'
+README = "# Tiny\n\n<!-- lessons -->\n<!-- /lessons -->\n\nText.\n"
 
 
 def write(root):
     "The small course under `root`, with nothing built yet; returns the root."
-    for folder in ("nbs", "lessons", "tests/tiny"):
+    for folder in ("nbs", "lessons"):
         (root / folder).mkdir(parents=True)
     put(root, worked())
     put(root, worked("06", "second", "Second"))
     (root / "README.md").write_text(README, encoding="utf-8")
-    (root / "tests/tiny/mutants.py").write_text(MUTANTS, encoding="utf-8")
     return root
 
 

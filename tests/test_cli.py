@@ -10,7 +10,8 @@ import pytest
 import small_course
 from small_course import course
 
-from course_lib.authoring import cli, notebook
+from course_lib import machine
+from course_lib.authoring import cli, doctor, notebook
 
 
 @pytest.fixture
@@ -47,18 +48,6 @@ def test_answers_at_once_and_imports_nothing_heavy(built):
 
 def test_list(course_root, said):
     progress(course_root, DONE)
-    first, second = json.loads(said("list", "--json")[1])
-    assert first == {
-        "number": "01",
-        "slug": "tiny",
-        "title": "Tiny",
-        "part": "A. First",
-        "minutes": 20,
-        "needs": "nothing",
-        "exercises": [{"id": "tiny.1", "title": "Double", "mutants": 3, "passed": True}],
-        "recorded": {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-29"},
-    }
-    assert second["exercises"] == [{"id": "second.1", "title": "Double", "mutants": 0, "passed": False}]
     out = said("list")[1]
     assert "A. First" in out and "1/1 solved" in out and "recorded on NVIDIA H200, 2026-11-29" in out
     assert out.endswith("Next: course lab 06\n")
@@ -80,16 +69,24 @@ def test_a_draft_is_in_no_list(course_root, said):
     nb = small_course.worked("06", "second", "Second")
     del nb["metadata"]["recorded"]
     small_course.put(course_root, nb)
-    assert [row["slug"] for row in json.loads(said("list", "--json")[1])] == ["tiny"]
+    assert "Tiny" in said("list")[1] and "Second" not in said("list")[1]
     (course_root / "nbs/01_tiny.ipynb").unlink()
-    assert json.loads(said("list", "--json")[1]) == [] and "course build" in said("list")[1]
+    assert "There are no lessons yet" in said("list")[1]
 
 
 def test_figures(said):
-    _, first = json.loads(said("figures", "--json")[1])
-    assert first | {"lesson": "second", "name": "second.copy_tbps", "value": 4.2713, "unit": "TB/s"} == first
     lines = said("figures")[1].splitlines()
-    assert len(lines) == 3 and lines[1].split()[:5] == ["tiny.copy_tbps", "4.27", "TB/s", "≥", "4"]
+    assert len(lines) == 3 and lines[1].split()[:5] == ["tiny.copy_tbps", "4.27", "TB/s", ">=", "4"]
+
+
+def test_doctor(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "peaks", lambda: machine.Peaks(2e11, 3e10, 4e-6))
+    assert cli.main(["doctor"]) == 0 and "200 GFLOP/s" in capsys.readouterr().out
+    h200 = {"gpus": 8, "gpu_memory_bytes": 139 * 2**30, "matmul_flops": 785e12}
+    h200 |= {"datasheet": {"bf16_flops": 989e12}}
+    h200 |= {"abilities": {"gpu": True, "triton": "gpu", "compile": True}}
+    text = doctor.text(machine.report() | h200)
+    assert "785 TFLOP/s, 79% of the datasheet's" in text and "GPU 139 GiB" in text and "(of 8)" in text
 
 
 def test_output_that_is_not_utf8(built):
@@ -114,7 +111,7 @@ def test_output_that_is_not_utf8(built):
         (["run"], 1, "name a lesson, or use --all"),
         (["lsit"], 2, "invalid choice: 'lsit'"),
         (["check"], 2, "LESSON"),
-        (["list", "--jsno"], 2, "--jsno"),
+        (["list", "--josn"], 2, "--josn"),
         (["lab", "--port", "http"], 2, "'http'"),
         (["lab", "--port", "0"], 1, "port 0 can't be used"),
         (["check", "tiny", "--timeout", "soon"], 2, "'soon'"),
@@ -127,7 +124,7 @@ def test_a_call_that_makes_no_sense(said, words, status, sentence):
 
 
 def test_damaged_notebooks_are_one_sentence(course_root, said):
-    for name, words in (("lessons/01_tiny.ipynb", ["list"]), ("nbs/01_tiny.ipynb", ["figures"])):
+    for name, words in (("lessons/01_tiny.ipynb", ["reset", "1"]), ("nbs/01_tiny.ipynb", ["figures"])):
         (course_root / name).write_text("{")
         status, out, err = said(*words)
         assert (status, out) == (1, "") and "take it from git again" in err and err.count("\n") == 1
@@ -178,6 +175,6 @@ def test_failures_are_one_sentence_and_a_bug_is_not_hidden(said, monkeypatch, er
 
 
 def test_output_may_be_cut_short(built):
-    command = f"{sys.executable} -m course_lib.authoring.cli figures --json | true"
+    command = f"{sys.executable} -m course_lib.authoring.cli figures | true"
     done = subprocess.run(command, shell=True, env=small_course.environment(built), capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -1,8 +1,9 @@
-"`course record`: what it stores, what it refuses, and that it never leaves a notebook half recorded."
+"`course run` and `course record`: what they show, store and refuse; nothing is left half recorded."
 
 import argparse
 import copy
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import small_course
 import torch
 from small_course import code, markdown
 
-from course_lib.authoring import kernel, notebook, outputs, record, run, stamps
+from course_lib.authoring import kernel, notebook, outputs, record, stamps
 
 START = """\
 import os
@@ -64,6 +65,23 @@ def cell(nb, name):
     return next(c for c in nb["cells"] if c["id"] == name)
 
 
+def test_run_shows_figures_and_names_what_failed(course, capfd):
+    before = {p: p.read_bytes() for p in course.rglob("*") if p.is_file()}
+    with pytest.raises(notebook.CourseError, match="name a lesson, or use --all"):
+        record.run_cmd(argparse.Namespace(lessons=[], all=False))
+    assert record.run_cmd(argparse.Namespace(lessons=["toy"], all=False)) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and "06_toy  5/7  counts" in out and "recorded on NVIDIA H200" in out
+    assert re.search(r"toy\.copy_tbps +3\.14 +4\.27 +TB/s", out)
+    assert {p: p.read_bytes() for p in course.rglob("*") if p.is_file()} == before
+    nb = notebook.load(path(course))
+    nb["cells"] = [code("ok", "1"), code("fails", "{}['key']"), code("after", "print('never')")]
+    small_course.put(course, nb)
+    assert record.run_cmd(argparse.Namespace(lessons=[], all=True)) == 1
+    out, err = capfd.readouterr()
+    assert err == "06_toy, cell `fails`: KeyError: 'key'\n" and "after" not in out
+
+
 def test_records_outputs_figures_and_stamps_and_does_so_alike(course, capfd, monkeypatch):
     monkeypatch.setattr(kernel, "has_cuda", lambda: True)
     assert record.record_cmd(args("toy")) == 0
@@ -106,18 +124,16 @@ def test_records_outputs_figures_and_stamps_and_does_so_alike(course, capfd, mon
     assert path(course).read_bytes() == before == (course / "new/out/06_toy.ipynb").read_bytes()
 
 
-def executed(monkeypatch, failed=None, ran=None):
-    "Stand in for the execution; returns what it was asked for."
-    ran = {c["id"]: kernel.Ran(count=i) for i, c in enumerate(CELLS[1:], 1)} if ran is None else ran
-    for c in ran.values():
-        c.outputs = [{"output_type": "stream", "name": "stdout", "text": "new\n"}]
-    asked = {}
+def executed(monkeypatch, failure="", names=None):
+    "Stand in for the execution of the cells `names`; returns what it was asked for."
+    names, asked = [c["id"] for c in CELLS[1:]] if names is None else names, {}
+    new = [{"output_type": "stream", "name": "stdout", "text": "new\n"}]
 
-    def execute(nb, name, **how):
-        asked.update(how)
-        return run.Execution(ran=ran, failed=failed)
+    def execute(nb, name, env=None):
+        asked.update(env)
+        return {n: kernel.Ran(new, i) for i, n in enumerate(names, 1)}, {}, failure
 
-    monkeypatch.setattr(record.run, "execute", execute)
+    monkeypatch.setattr(record, "execute", execute)
     monkeypatch.setattr(record, "_about", lambda: ABOUT)
     return asked
 
@@ -129,7 +145,7 @@ def test_without_a_gpu_marked_cells_are_renewed_and_nothing_else(course, capfd, 
     nb["metadata"]["recorded"]["cells"] = {"counts": "0", "table": "1", "gone": "2"}
     small_course.put(course, nb)
     assert record.record_cmd(args(cpu=True, commit=None)) == 0  # no commit is asked for, and no lesson
-    assert asked["env"]["CUDA_VISIBLE_DEVICES"] == "" and "1 cells and 0 figures" in capfd.readouterr().out
+    assert asked["CUDA_VISIBLE_DEVICES"] == "" and "1 cells and 0 figures" in capfd.readouterr().out
     new = notebook.load(path(course))
     assert [c["id"] for c in new["cells"][1:] if c["outputs"][0]["text"] == ["new\n"]] == ["counts"]
     assert [c["execution_count"] for c in new["cells"][1:]] == [1, 2, 3, 4, 5, 6, 7]
@@ -197,9 +213,9 @@ def test_what_is_refused_leaves_the_notebook_alone(course, capfd, monkeypatch):
     monkeypatch.setattr(kernel, "has_cuda", lambda: True)
     assert "as in --commit abc1234" in refused(course, capfd, commit=None)
     assert "'main' is not a commit" in refused(course, capfd, commit="main")
-    executed(monkeypatch, failed=(CELLS[5], "KeyError: 'x'"))
+    executed(monkeypatch, failure="06_toy, cell `counts`: KeyError: 'x'")
     assert "06_toy, cell `counts`: KeyError: 'x'; nothing was recorded" in refused(course, capfd)
-    executed(monkeypatch, ran={"counts": kernel.Ran(count=1)})  # cells that did not run
+    executed(monkeypatch, names=["counts"])  # cells that did not run
     assert "execution counts are" in refused(course, capfd)
 
 
@@ -269,3 +285,64 @@ def test_side_by_side_each_lesson_has_a_gpu_and_cores_of_its_own(course, monkeyp
     assert started[2][0] == "04_d" and len(started) == 4  # one that failed leaves the others
     assert started[3] == ("03_c", "4,6", ["--commit=abc1234", f"--out={course / 'out'}"])
     assert cores[3] == [0, 1, 2, 3, 5]
+
+
+def test_streams_are_merged_as_a_terminal_shows_them():
+    def stream(text, name="stdout"):
+        return {"output_type": "stream", "name": name, "text": text}
+
+    shown = {"output_type": "display_data"}
+    merged = kernel._merged(
+        [stream("a\r"), stream("w", "stderr"), shown, stream("b\nc\rd\r\n"), stream("e\r")]
+    )
+    assert merged == [stream("b\nd\ne"), stream("w", "stderr"), shown]
+
+
+EXPLORER = """
+from course_lib import show
+import matplotlib.pyplot as plt
+
+def view(data):
+    fig, ax = plt.subplots()
+    ax.plot(data)
+    return fig
+"""
+SHOWN = "show.Explorer(lambda a=1.0, b=2.0: [a, b], view, a=(0.0, 2.0, 0.1), b=(0.0, 3.0, 0.1)).interact()"
+
+
+def test_a_widget_never_stalls_a_session(tmp_path):
+    # nbclient answers a widget on the socket on which it waits for the cell's end, and used to miss that end.
+    cells = [{"cell_type": "code", "metadata": {}, "source": s} for s in [EXPLORER, *[SHOWN] * 6]]
+    with kernel.Session(cells, tmp_path, timeout=60) as session:
+        assert [session.execute(i).error for i in range(len(cells))] == [""] * len(cells)
+
+
+def stored(cell, text):
+    "A cell with this stored output."
+    out = [{"output_type": "stream", "name": "stdout", "text": text}] if text else []
+    return {**cell, "outputs": out}
+
+
+@pytest.mark.notebooks
+def test_nbval_with_the_plugin(tmp_path):
+    nb = small_course.worked("06", "toy", "Toy")
+    backend = "# NBVAL_CHECK_OUTPUT\nimport os\nprint(os.environ['MPLBACKEND'])"
+    warns = "# NBVAL_CHECK_OUTPUT\nimport sys, time\nprint(time.time(), file=sys.stderr)"
+    nb["cells"] = [
+        code("start", "from course_lib import machine\nmachine.start('toy')"),
+        stored(code("backend", backend), ["module://matplotlib_inline.backend_inline\n"]),
+        stored(code("warns", warns), []),
+        stored(code("differs", "# NBVAL_CHECK_OUTPUT\nprint(2)"), ["1\n"]),
+        code("on-gpu", "%%gpu the time of a copy\n1 / 0"),
+        code("two-lines", "%%gpu the time of a copy\n1 / 0"),
+    ]
+    nb["cells"].insert(5, code("broken", "print = lambda *words: None"))
+    nb["metadata"]["kernelspec"]["name"] = "a kernel that is nowhere"
+    notebook.save(nb, tmp_path / "06_toy.ipynb")
+    command = [sys.executable, "-m", "pytest", "-p", "course_lib.authoring.plugin", "--nbval-lax", "-q"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", str(tmp_path)], capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"},
+    )  # fmt: skip
+    assert "2 failed, 5 passed" in done.stdout and "Cell 3" in done.stdout
+    assert "must print one line, and it printed ''" in done.stdout

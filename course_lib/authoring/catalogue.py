@@ -1,11 +1,60 @@
-"`course list` and `course figures`: what the notebooks say about themselves, read as plain JSON."
+"""`course list` and `course figures`: what the notebooks say about themselves, read as plain JSON.
 
-import ast
+What the learner has passed is in work/.progress.json: {"roofline.1": {"title", "passed", "version"}}. A pass
+belongs to the exercise's title: it survives a new number, and does not count for another exercise.
+"""
+
+import datetime
+import functools
 import json
+from pathlib import Path
 
-from course_lib import recorded
-from course_lib.authoring import notebook, progress, readme
+from course_lib import recorded, show
+from course_lib.authoring import notebook
 from course_lib.authoring.notebook import CourseError
+
+OLD = Path(__file__).with_name("old_exercises.txt")
+
+
+@functools.cache
+def old_exercises():
+    "{'05.1': ('roofline.1', 'FLOPs and bytes')}."
+    lines = OLD.read_text(encoding="utf-8").splitlines()
+    rows = [line.split(maxsplit=2) for line in lines if not line.startswith("#")]
+    return {old: (new, title) for old, new, title in rows}
+
+
+def progress(work):
+    "The rows of `work`/.progress.json; none where it is absent or damaged, which is no reason to stop."
+    try:
+        found = json.loads((work / ".progress.json").read_text(encoding="utf-8"))
+        return {k: v for k, v in found.items() if isinstance(v, dict)}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def passed(work, topic):
+    "What was passed in the lesson `topic`: {exercise's title: its row}."
+    found = {}
+    for name, row in progress(work).items():
+        name, title = old_exercises().get(name, (name, row.get("title")))
+        if name.rpartition(".")[0] == topic and isinstance(title, str):
+            found[title] = row
+    return found
+
+
+def save_progress(work, topic, lesson, verdicts):
+    "Add the exercises whose verdict is ''; what was passed once stays. Raises CourseError."
+    rows, version = passed(work, topic), lesson["metadata"]["course"].get("version")
+    exercises = {e["id"]: e["title"] for e in notebook.exercises(lesson)}
+    for name, why in verdicts.items():
+        if not why and rows.get(exercises[name], {}).get("version") != version:
+            rows[exercises[name]] = {"passed": datetime.date.today().isoformat(), "version": version}
+    before = progress(work)
+    mine = {name: {**rows[title], "title": title} for name, title in exercises.items() if title in rows}
+    if {**before, **mine} != before:
+        text = json.dumps({**before, **mine}, indent=1, sort_keys=True, ensure_ascii=False)
+        notebook.write(text + "\n", work / ".progress.json")
 
 
 def published():
@@ -19,78 +68,44 @@ def published():
     return found
 
 
-def lessons(work):
-    """The lessons in order, as `course list --json` prints them, with the progress kept in folder `work`.
-
-    `number slug title part minutes needs exercises[{id,title,mutants,passed}] recorded{gpu,torch,date}`.
-    """
-    rows = []
-    for number, (path, worked) in published().items():
-        nb, topic = notebook.load(path), path.stem[3:]
-        passed, count, stamp = progress.passed(work, topic), mutants(topic), notebook.stamp(worked)
-        row = {"number": number, "slug": topic, "exercises": []}
-        try:
-            row |= {k: nb["metadata"]["course"][k] for k in ("title", "part", "minutes", "needs")}
-            for e in notebook.exercises(nb):
-                about = {"mutants": count.get(e["id"], 0), "passed": e["title"] in passed}
-                row["exercises"].append({"id": e["id"], "title": e["title"], **about})
-        except (KeyError, TypeError):
-            raise CourseError(f"{path} lacks its metadata: `course build` makes it again") from None
-        rows.append(row | {"recorded": {k: stamp.get(k) for k in ("gpu", "torch", "date")}})
-    return rows
+def unsolved(nb, work, topic):
+    "The exercises of a notebook that have not been passed, as `notebook.exercises` gives them."
+    done = passed(work, topic)
+    return [e for e in notebook.exercises(nb) if e["title"] not in done]
 
 
-def mutants(topic):
-    "How many wrong answers each exercise has in tests/<topic>/mutants.py, not imported: {'roofline.1': 3}."
-    try:
-        tree = ast.parse((notebook.ROOT / "tests" / topic / "mutants.py").read_text(encoding="utf-8"))
-        found = [s.value for s in tree.body if isinstance(s, ast.Assign) and s.targets[0].id == "MUTANTS"]
-        return {k.value: len(v.elts) for d in found for k, v in zip(d.keys, d.values, strict=True)}
-    except (OSError, SyntaxError, ValueError, AttributeError):  # absent, or not a table of names
-        return {}
-
-
-def first_unsolved(rows):
+def first_unsolved(work):
     "The number of the first lesson with an exercise that has not been passed, or None."
-    return next((r["number"] for r in rows if not all(e["passed"] for e in r["exercises"])), None)
+    return next((n for n, (path, nb) in published().items() if unsolved(nb, work, path.stem[3:])), None)
 
 
 def list_cmd(args):
-    "Print the lessons: a table by part, or JSON."
-    rows = lessons(args.work)
-    if args.json:
-        return print(json.dumps(rows, indent=1, ensure_ascii=False))
-    width, part = max((len(r["title"]) for r in rows), default=0), None
-    for r in rows:
-        if r["part"] != part:
-            part = r["part"]
+    "Print the lessons by part, with the progress kept in `args.work`."
+    found, part = published(), None
+    width = max((len(nb["metadata"]["course"]["title"]) for _, nb in found.values()), default=0)
+    for number, (path, nb) in found.items():
+        about, stamp, count = nb["metadata"]["course"], notebook.stamp(nb), len(notebook.exercises(nb))
+        if about["part"] != part:
+            part = about["part"]
             print(f"\n{part}")
-        done = f"{sum(e['passed'] for e in r['exercises'])}/{len(r['exercises'])} solved"
-        where = f"recorded on {r['recorded']['gpu']}, {r['recorded']['date']}"
-        print(f"  {r['number']}  {r['title']:<{width}}  {done:>12}  {r['minutes']:>3} min  {where}")
-    following = first_unsolved(rows)
-    none = (
-        "Every exercise is solved."
-        if rows
-        else "There are no lessons yet: `course build` makes them from nbs/."
-    )
-    return print(f"\nNext: course lab {following}" if following else f"\n{none}")
+        done = f"{count - len(unsolved(nb, args.work, path.stem[3:]))}/{count} solved"
+        where = f"recorded on {stamp['gpu']}, {stamp['date']}"
+        print(f"  {number}  {about['title']:<{width}}  {done:>12}  {about['minutes']:>3} min  {where}")
+    if following := first_unsolved(args.work):
+        print(f"\nNext: course lab {following}")
+    else:
+        print("\nEvery exercise is solved." if found else "There are no lessons yet: run `course build`.")
 
 
 def figures_cmd(args):
-    "Print every recorded figure: a table, or JSON."
+    "Print every recorded figure."
     try:
-        rows = recorded.figures()
+        figures = recorded.figures()
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CourseError("a worked notebook in nbs/ is damaged: take it from git again") from None
-    if args.json:
-        return print(json.dumps(rows, indent=1, ensure_ascii=False))
-    table = [("figure", "value", "unit", "bar", "machine", "torch", "date")]
-    table += [(r["name"], recorded.shown(r), r["unit"], readme.bar(r), r["machine"], r["torch"], r["date"])
-              for r in rows]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for name, value, *rest in table:
-        cells = [name.ljust(widths[0]), value.rjust(widths[1])]
-        cells += [text.ljust(width) for text, width in zip(rest, widths[2:], strict=True)]
-        print("  ".join(cells).rstrip())
-    return None
+    rows = []
+    for f in figures:
+        bar = f"{f['bar']['op']} {f['bar']['value']:g}" if f.get("bar") else ""
+        rows.append((f["name"], f["value"], f["unit"], bar, f["machine"], f["torch"], f["date"]))
+    head = ("figure", "value", "unit", "bar", "machine", "torch", "date")
+    print(show.table(head, rows, left=(0, 2, 3, 4, 5, 6)))

@@ -1,12 +1,28 @@
-"`course check`: judge the learner's notebooks, say what is wrong, note the progress."
+"""`course check`: execute a copy of what the learner's checks need, and give a verdict on each exercise.
 
-import functools
+An exercise is passed when its own check cell, as lessons/ has it, printed the check's line in this
+execution and raised nothing: no stored output counts, no tag, no other cell's print. It is a mirror for
+learners, and no examination hall.
+"""
+
+import ast
+import contextlib
 import os
+import re
 import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
 
 from course_lib import ram
-from course_lib.authoring import catalogue, judge, lab, notebook, progress
+from course_lib.authoring import catalogue, kernel, lab, notebook, stamps
 from course_lib.authoring.notebook import CourseError
+
+# A learner may have called something of their own `check`, or changed it.
+FRESH = """\
+__import__("sys").modules.pop("course_lib.{topic}.check", None)
+check = __import__("importlib").import_module("course_lib.{topic}.check")
+"""
 
 
 def check_cmd(args):
@@ -29,27 +45,29 @@ def _check(path, args):
         raise CourseError(f"{mine} is not there yet: `course lab {topic}` makes it and opens it")
     nb = notebook.load(mine)
     if not any(c["cell_type"] == "code" for c in nb["cells"]):
-        raise CourseError(
-            f"{mine} has no code cells: `course reset {topic}` gives a fresh copy and keeps this one aside"
-        )
-    exercises = {e["id"]: e["title"] for e in notebook.exercises(lesson)}
-    chosen = args.exercise and {f"{topic}.{args.exercise.removeprefix(f'{topic}.')}"}
-    if chosen and not chosen <= set(exercises):
-        raise CourseError(f"{topic} has no exercise {args.exercise}; it has {', '.join(exercises)}")
+        raise CourseError(f"{mine} has no code cells: {notebook.AGAIN.format(topic)}")
+    titles = {e["id"]: e["title"] for e in notebook.exercises(lesson)}
+    chosen = [f"{topic}.{args.exercise.removeprefix(f'{topic}.')}"] if args.exercise else list(titles)
+    if not set(chosen) <= set(titles):
+        raise CourseError(f"{topic} has no exercise {args.exercise}; it has {', '.join(titles)}")
     print(f"{mine}: only the cells that the checks need are executed")
-    say = functools.partial(print, flush=True)
-    verdicts, notes = judge.judge(lesson, nb, topic, chosen, args.timeout, _memory_limit(), args.work, say)
-    width = max(len(title) for title in exercises.values())
+    verdicts = judge(lesson, nb, topic, chosen, args)
+    width = max(map(len, titles.values()))
     for name, why in verdicts.items():
-        print(f"{name}  {exercises[name]:<{width}}  {f'not passed: {why}' if why else 'passed'}")
-    for note in notes:
-        print(f"note: {note}")
+        print(f"{name}  {titles[name]:<{width}}  {f'not passed: {why}' if why else 'passed'}")
+    if line := lab.warning(args.work, path):
+        print(f"note: {line}")
     print(f"{sum(not why for why in verdicts.values())} of {len(verdicts)} passed")
     try:
-        progress.save(args.work, topic, lesson, verdicts)
+        catalogue.save_progress(args.work, topic, lesson, verdicts)
     except CourseError as e:
         print(f"your progress was not saved: {e}", file=sys.stderr)
-    print(_next(args.work, topic, exercises), flush=True)
+    if left := catalogue.unsolved(lesson, args.work, topic):
+        print(f"next: {left[0]['id']}, {left[0]['title']}")
+    elif following := catalogue.first_unsolved(args.work):
+        print(f"next: `course lab {following}`")
+    else:
+        print("every exercise of the course is passed")
     return int(any(verdicts.values()))
 
 
@@ -62,10 +80,138 @@ def _memory_limit():
         raise CourseError(f"COURSE_MEMORY_GB is {given!r}; expected gigabytes, such as 8") from None
 
 
-def _next(work, topic, exercises):
-    passed = progress.passed(work, topic)
-    for name, title in exercises.items():
-        if title not in passed:
-            return f"next: {name}, {title}"
-    following = catalogue.first_unsolved(catalogue.lessons(work))
-    return f"next: `course lab {following}`" if following else "every exercise of the course is passed"
+@dataclass
+class Step:
+    "A code cell of the learner's. `checks` is the exercise that it checks, `answers` the one that it solves."
+
+    name: str
+    source: str
+    checks: str = ""
+    answers: str = ""
+    always: bool = False  # every check needs it
+    trouble: str = ""  # what went wrong when it ran
+    done: bool = False  # stopped or judged: it is not executed again
+
+    def __post_init__(self):
+        self.reads, self.binds = set(), {}
+        with contextlib.suppress(SyntaxError, ValueError):
+            tree = ast.parse(notebook.python({"source": self.source}))
+            names, modules = stamps.Names(tree), set(stamps.imports(tree))
+            self.reads = names.reads
+            # {name: whether it is bound to a new object; else its object is changed}
+            self.binds = dict.fromkeys(names.changes, False) | dict.fromkeys(names.defines | modules, True)
+            imports = all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body)
+            start = re.search(r"machine\.start\(|import \*|^%(?!%gpu)", self.source, re.MULTILINE)
+            self.always |= not self.answers and bool(imports or start)
+
+
+def judge(lesson, mine, topic, chosen, args):
+    """Judge the notebook `mine` by `lesson`, both dicts: {exercise of `chosen`: what is wrong, or ''}.
+
+    Cells see the files of `args.work`, where the learner's notebook is. A cell that ends the kernel is left
+    out of a second execution: the other exercises are judged.
+    """
+    steps, verdicts, fresh = _steps(lesson, mine), {}, FRESH.format(topic=topic)
+    checks = [i for i, s in enumerate(steps) if s.checks in chosen]
+    needs = {i: _needs(steps, i) for i in checks}
+    sources = [fresh * bool(s.checks) + s.source for s in steps]
+    cells = [{"cell_type": "code", "metadata": {}, "source": source} for source in sources]
+    while todo := [i for i in checks if not steps[i].done and verdicts.get(steps[i].checks) != ""]:
+        with (
+            tempfile.TemporaryDirectory(prefix="course-check-", ignore_cleanup_errors=True) as scratch,
+            kernel.Session(cells, _link_beside(args.work, scratch), args.timeout, _memory_limit()) as session,
+        ):
+            for i in sorted({*todo, *(j for c in todo for j in needs[c])}):
+                step = steps[i]
+                if step.done or verdicts.get(step.checks) == "":
+                    continue
+                print(step.name, end="  ", flush=True)
+                ran = session.execute(i)
+                print(f"{ran.seconds:.1f} s", flush=True)
+                step.done = bool(ran.stopped) or i in checks
+                if i in checks:
+                    verdicts[step.checks] = _verdict(steps, i, needs[i], ran)
+                elif ran.error:
+                    step.trouble = f"cell `{step.name}`{': ' if ran.stopped else ' raised '}{ran.error}"
+                if not ran.alive:
+                    break
+    missing = f"its check cell is missing; {notebook.AGAIN.format(topic)}"
+    return {name: verdicts.get(name, missing) for name in chosen}
+
+
+def _needs(steps, check):
+    "The steps before `check` that it needs: the answer's, and those that bind the names which are read."
+    found, todo = set(), [check]
+    todo += [i for i in range(check) if steps[i].always or steps[i].answers == steps[check].checks]
+    while todo:
+        i = todo.pop()
+        if i not in found:
+            found.add(i)
+            # A function is called later, and finds what was bound last by then.
+            todo += [j for name in steps[i].reads for end in (i, check) for j in _sources(steps, name, end)]
+    return found - {check}
+
+
+def _sources(steps, name, end):
+    "The last step before `end` that binds `name`, and the steps since then that change its object."
+    for j in reversed(range(end)):
+        if name in steps[j].binds:
+            yield j
+            if steps[j].binds[name]:
+                return
+
+
+def _verdict(steps, i, needs, ran):
+    "What is wrong after the check at step `i` has run, or ''."
+    name, troubles = steps[i].checks, [s for s in (steps[j] for j in sorted(needs)) if s.trouble]
+    if ran.stopped:
+        return f"its check: {ran.stopped}"
+    if stopped := [s.trouble for s in troubles if s.done]:  # even where it bound its names before
+        return stopped[0]
+    if not ran.ename:
+        passed = re.search(rf"^{re.escape(name)} passed: ", ran.stdout, re.MULTILINE)
+        return "" if passed else f"its check printed no line `{name} passed`"
+    if ran.ename != "NameError":
+        return ran.error.removeprefix("Wrong: ").removeprefix(f"{name} not passed: ")
+    return f"{ran.error}; {troubles[-1].trouble if troubles else 'no cell above its check defines it'}"
+
+
+def _steps(lesson, mine):
+    "The learner's code cells in their order, with the check cells as the lesson has them."
+    known = {c["id"]: c for c in lesson["cells"]}
+    exercises = notebook.exercises(lesson)
+    by_title, by_cell = ({e[key]: e for e in exercises} for key in ("title", "cell"))
+    by_source = {notebook.source(known[e["cell"]]).strip(): e for e in exercises}
+    steps, answers, stubs = [], {}, []
+    for cell in lesson["cells"]:
+        stubs += [cell["id"]] if "exercise" in notebook.tags(cell) else []
+        if cell["id"] in by_cell:
+            answers |= dict.fromkeys(stubs, by_cell[cell["id"]]["id"])
+            stubs = []
+    if notebook.version(mine) != notebook.version(lesson):  # its imports may be of modules that have moved
+        code = [c for c in lesson["cells"] if c["cell_type"] == "code" and not notebook.tags(c)]
+        imports = [c for c in code if "from course_lib" in notebook.source(c)]
+        steps = [Step(c["id"], notebook.source(c), always=True) for c in imports[:2]]
+    for cell in mine["cells"]:
+        text, name = notebook.source(cell), cell.get("id")
+        name = name if isinstance(name, str) else ""
+        # Pasted cells and those of some editors have new ids; another version's ids may mean other exercises.
+        title = cell["metadata"].get("exercise")
+        title = title.get("title") if isinstance(title, dict) else None
+        checked = by_title.get(title) if isinstance(title, str) else by_cell.get(name)
+        checked = checked or by_source.get(text.strip())
+        if checked:
+            steps.append(Step(checked["cell"], notebook.source(known[checked["cell"]]), checked["id"]))
+        elif cell["cell_type"] == "code":
+            shown = name if name in known else (text.strip().splitlines() or [""])[0][:40]
+            steps.append(Step(shown, text, answers=answers.get(name, "")))
+    return steps
+
+
+def _link_beside(folder, scratch):
+    "Link the files beside a notebook into `scratch`, which is returned: a stray `!rm *` removes links."
+    for path in Path(folder).iterdir():
+        if path.suffix != ".ipynb" and not path.name.startswith("."):
+            with contextlib.suppress(OSError):  # a system without links
+                Path(scratch, path.name).symlink_to(path.resolve())
+    return scratch

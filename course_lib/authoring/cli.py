@@ -14,12 +14,12 @@ from course_lib.authoring import notebook
 # name: (module, function, what it does)
 COMMANDS = {
     "list": ("catalogue", "list_cmd", "the lessons, their exercises, your progress"),
-    "doctor": ("doctor", "doctor_cmd", "what this machine is and what each lesson can do on it"),
+    "doctor": ("doctor", "doctor_cmd", "what this machine is, how fast it is, what it can do"),
     "lab": ("lab", "lab_cmd", "open JupyterLab on your copies of the lessons"),
-    "run": ("run", "run_cmd", "execute worked lessons here; compare figures with the recorded ones"),
+    "run": ("record", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
     "check": ("check", "check_cmd", "execute a copy of your notebook and judge its exercises"),
     "reset": ("lab", "reset_cmd", "a fresh copy of a lesson; yours is kept under its date"),
-    "build": ("build", "build_cmd", "for authors: make lessons/ and README's tables from nbs/"),
+    "build": ("build", "build_cmd", "for authors: make lessons/ and README's map from nbs/"),
     "record": ("record", "record_cmd", "for authors: execute lessons and store outputs and figures"),
     "figures": ("catalogue", "figures_cmd", "every recorded figure"),
 }
@@ -40,8 +40,6 @@ def parser():
     add = {name: subs.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
            for name, (_, _, about) in COMMANDS.items()}  # fmt: skip
     yes = {"action": "store_true"}
-    for name in ("list", "doctor", "figures"):
-        add[name].add_argument("--json", help="print JSON", **yes)
     add["lab"].add_argument("lesson", nargs="?", **LESSON)
     add["lab"].add_argument("--no-browser", help="print the address (or NO_BROWSER=1)", **yes)
     add["lab"].add_argument("--port", type=int, default=8888, metavar="N", help="default: 8888")

@@ -1,46 +1,15 @@
-"`course doctor`: this machine on one screen, and what each lesson can do on it."
-
-import json
-
-from course_lib.authoring import catalogue, notebook
-
-WAYS = {
-    "gpu": "everything, on the GPU",
-    "cpu": "everything but GPU cells, on the CPU",
-    "interpreter": "kernels in Triton's interpreter, on the CPU",
-    "simulated": "on a simulated device",
-    "none": "kernels can't run: Triton has no build for this platform",
-}
-
-
-def lessons(abilities):
-    """What each lesson can do here: [{number, title, way, skipped}], from `machine.abilities()`.
-
-    `way` is a key of WAYS; `skipped`, the number of cells that need a GPU and find none.
-    """
-    rows = []
-    for number, (_, nb) in catalogue.published().items():
-        course, cells = nb["metadata"]["course"], sum(notebook.needs_gpu(c) for c in nb["cells"])
-        way = course.get("without_gpu", "cpu")
-        if abilities["gpu"]:
-            way, cells = "gpu", 0
-        elif way == "interpreter" and not abilities["triton"]:
-            way = "none"
-        rows.append({"number": number, "title": course["title"], "way": way, "skipped": cells})
-    return rows
+"`course doctor`: what this machine is, how fast it is, and what it can do."
 
 
 def doctor_cmd(args):
-    "Print what this machine is, what it measures, and the lessons; a table, or JSON."
+    "Print what this machine is and what it measures."
     from course_lib import machine  # imports torch
 
-    found = machine.report()
-    found["lessons"] = lessons(found["abilities"])
-    print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else text(found))
+    print(text(machine.report()))
 
 
 def text(found):
-    "The report as text."
+    "`machine.report()` as text."
     can, sheet, gpu = found["abilities"], found["datasheet"] or {}, found["gpu_memory_bytes"]
     where = {"gpu": "on the GPU", "interpreter": "in the interpreter", None: "not here"}[can["triton"]]
     builds = "builds here" if can["compile"] else "can't build here: no C++ compiler or Python headers"
@@ -55,12 +24,9 @@ def text(found):
         "matmul": f"{matmul} ({found['matmul_dtype']})",
         "copy": _rate(found["copy_bytes"], "B/s", sheet.get("bytes")) + " (read + written)",
         "launch cost": f"{found['launch_seconds'] * 1e6:.1f} µs to enqueue one tiny operator",
+        "cells for a GPU": "run" if can["gpu"] else "print one line each",
     }
-    out = [f"{name:<14} {value}" for name, value in rows.items()]
-    for r in found["lessons"]:
-        skipped = f"; {r['skipped']} cells need a GPU" if r["skipped"] else ""
-        out.append(f"{r['number']}  {r['title']:<30} {WAYS.get(r['way'], r['way'])}{skipped}")
-    return "\n".join(out)
+    return "\n".join(f"{name:<15} {value}" for name, value in rows.items())
 
 
 def _rate(value, unit, peak):

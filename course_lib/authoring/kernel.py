@@ -1,8 +1,7 @@
 """One kernel of this environment, its cells executed one by one under limits of time, memory and output.
 
-Everything of ours that executes a notebook goes through `Session`: `course run`, `course check`, `course
-record` and the test of unsolved lessons. nbval judges worked notebooks in `make test`, but it can't judge
-a learner's: after a time-out or a dead kernel it gives no verdict on the cells that follow.
+`course run`, `check` and `record` and the test of unsolved lessons execute notebooks through `Session`: nbval
+gives no verdict on the cells that follow a time-out or a dead kernel.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,10 +27,7 @@ try:
     from nbclient import NotebookClient
     from nbclient.exceptions import DeadKernelError
 except ImportError as e:
-    raise CourseError(
-        f"notebooks can't be executed: {e.name} is not installed for {sys.executable}; run `make venv`, "
-        f"or `pip install -e .[dev]` in your environment"
-    ) from None
+    raise CourseError(f"{e.name} is not installed for {sys.executable}: `pip install -e .[dev]`") from None
 
 CODE = str(Path(__file__).resolve().parent.parent.parent)
 FLOOD = 20_000_000  # characters of output at which a cell is stopped
@@ -42,8 +38,8 @@ GRACE = 3  # seconds from an interrupt to a kill
 class Ran:
     "What came of one cell. `stopped` says which limit ended it; `alive`, whether its kernel can go on."
 
-    outputs: list = field(default_factory=list)
-    count: int | None = None
+    outputs: list
+    count: int | None
     ename: str = ""
     evalue: str = ""
     stopped: str = ""
@@ -77,20 +73,6 @@ class _ThisEnvironment(KernelSpecManager):
         return KernelSpec(resource_dir=RESOURCES, **get_kernel_dict())
 
 
-class _Client(NotebookClient):
-    "nbclient with bounded output."
-
-    printed = 0
-
-    def output(self, outs, msg, display_id, cell_index):
-        content = msg["content"]
-        texts = [content.get("text", ""), *content.get("data", {}).values()]
-        self.printed += sum(len(str(t)) for t in texts)
-        if self.printed <= FLOOD or msg["msg_type"] == "error":
-            return super().output(outs, msg, display_id, cell_index)
-        return None
-
-
 class Session:
     """A fresh kernel in folder `cwd`, in a `with` block: `execute` takes its `cells` by their number.
 
@@ -101,33 +83,27 @@ class Session:
 
     def __init__(self, cells, cwd, timeout=None, memory=None, env=None):
         cells = [{**c, "outputs": [], "execution_count": None} for c in cells]
-        self.nb = nbformat.from_dict({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+        nb = nbformat.from_dict({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
         self.cwd, self.timeout, self.memory = str(cwd), timeout, memory
         # The kernel's folder is not the repository: a project that is not installed is found by its path.
         path = os.pathsep.join([CODE, *filter(None, [os.environ.get("PYTHONPATH")])])
         inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         self.env = {**os.environ, **inline, "PYTHONPATH": path, **(env or {})}
-
-    def __enter__(self):
         # Merging streams is ours: nbclient's regular expressions take minutes on a line of a megabyte.
         options = {"coalesce_streams": False, "record_timing": False, "shutdown_kernel": "immediate"}
         options |= {"timeout": None, "iopub_timeout": 30, "allow_errors": True}
-        options |= {
-            "on_cell_executed": lambda cell, cell_index, execute_reply: self._reply.update(execute_reply)
-        }
-        self._client = client = _Client(self.nb, **options)
-        client.km = AsyncKernelManager(
-            kernel_spec_manager=_ThisEnvironment(), connection_file=os.path.join(self.cwd, ".kernel.json")
-        )
+        self._client = NotebookClient(nb, on_cell_executed=self._executed, **options)
+
+    def __enter__(self):
+        client, file = self._client, os.path.join(self.cwd, ".kernel.json")
+        client.km = AsyncKernelManager(kernel_spec_manager=_ThisEnvironment(), connection_file=file)
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._context = client.setup_kernel(cwd=self.cwd, env=self.env, **silent)
         try:
             self._context.__enter__()
         except Exception as e:
-            raise CourseError(
-                f"no kernel starts with {sys.executable} ({type(e).__name__}: {str(e).splitlines()[0]}); "
-                f"`{Path(sys.executable).name} -m ipykernel --version` says whether ipykernel is whole"
-            ) from None
+            why = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+            raise CourseError(f"no kernel starts with {sys.executable} ({why})") from None
         self._process = psutil.Process(client.km.provisioner.pid)
         channel = client.kc.shell_channel
         channel.get_msg = functools.partial(self._watched, channel.get_msg)
@@ -137,25 +113,26 @@ class Session:
         self._kill()  # the kernel's own shutdown leaves the processes that it started
         self._context.__exit__(None, None, None)
 
+    def _executed(self, cell, cell_index, execute_reply):
+        self._reply = execute_reply["content"]
+
     def execute(self, index):
         "Execute a cell; returns a `Ran`."
-        client, cell, alive = self._client, self.nb.cells[index], True
-        client.printed, self._reply, self._stopped, self._killed_at = 0, {}, "", None
-        self._began = time.monotonic()
+        client, cell, alive = self._client, self._client.nb.cells[index], True
+        self._began, self._cell, self._reply, self._stopped = time.monotonic(), cell, {}, ""
         try:
             client.execute_cell(cell, index)
         except DeadKernelError:
             alive = False
         ran = Ran(_merged(cell["outputs"]), cell.get("execution_count"), alive=alive, stopped=self._stopped)
         ran.seconds = time.monotonic() - self._began
-        reply = self._reply.get("content", {})
-        if reply.get("status") == "error":  # an unknown magic says so here alone, and sends no error output
-            ran.ename, ran.evalue = reply.get("ename", "Error"), reply.get("evalue", "")
+        if self._reply.get("status") == "error":  # an unknown magic sends no error output
+            ran.ename, ran.evalue = self._reply.get("ename", "Error"), self._reply.get("evalue", "")
         if not alive and not ran.stopped:
             code = client.km.provisioner.process.poll() or 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
             ran.stopped = f"the kernel died {how}"
-        if any(p.get("source") == "ask_exit" for p in reply.get("payload", [])):
+        if any(p.get("source") == "ask_exit" for p in self._reply.get("payload", [])):
             ran.stopped, ran.alive = "exit() or quit() ended the kernel; remove it", False
         return ran
 
@@ -172,23 +149,22 @@ class Session:
             except queue.Empty:
                 if time.monotonic() >= end:
                     raise
-            now = time.monotonic()
-            if self._killed_at is None and (why := self._over_limit(now - self._began)):
+            seconds = time.monotonic() - self._began
+            if not self._stopped and (why := self._over_limit(seconds)):
                 # What eats memory may not react in time.
-                grace = 0 if "memory" in why else GRACE
-                self._stopped, self._killed_at = f"{why} and was stopped", now + grace
+                self._killed_at = seconds + GRACE * ("memory" not in why)
+                self._stopped = f"{why} and was stopped"
                 await self._client.km.interrupt_kernel()
-            elif self._killed_at is not None and now > self._killed_at:
+            elif self._stopped and seconds > self._killed_at:
                 self._kill()
 
     def _over_limit(self, seconds):
         if self.timeout and seconds > self.timeout:
             return f"time limit: it ran longer than {self.timeout:g} s (an endless loop?)"
-        if self.memory and sum(self._each(_memory)) > self.memory:
-            return (
-                f"it used more than {self.memory / 1e9:.3g} GB of memory (does something grow without end?)"
-            )
-        if self._client.printed > FLOOD:
+        # What processes share counts for none of them.
+        if self.memory and sum(self._each(lambda p: p.memory_full_info().uss)) > self.memory:
+            return f"it used more than {self.memory / 1e9:.3g} GB of memory"
+        if sum(len(out.get("text", "")) for out in self._cell["outputs"]) > FLOOD:
             return f"it printed more than {FLOOD // 1_000_000} MB (a print in a loop?)"
         return ""
 
@@ -201,11 +177,6 @@ class Session:
 
     def _kill(self):
         list(self._each(psutil.Process.kill))
-
-
-def _memory(process):
-    found = process.memory_full_info()
-    return getattr(found, "pss", found.rss)  # a fair share of what processes share
 
 
 def _merged(outputs):

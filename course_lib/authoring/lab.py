@@ -35,28 +35,27 @@ def copy_missing(work, path):
 
 def warning(work, path):
     "A line where the copy in `work` of the lesson at `path` is damaged or from another version, or ''."
-    topic = path.stem[3:]
     try:
-        mine = notebook.load(copy_of(path, work))["metadata"].get("course")
+        mine = notebook.load(copy_of(path, work))
     except CourseError as e:
         return str(e)
-    if isinstance(mine, dict) and mine.get("version") == notebook.load(path)["metadata"]["course"]["version"]:
-        return ""
-    return f"{topic} is from another version; `course reset {topic}` gives today's and keeps yours"
+    same = notebook.version(mine) == notebook.version(notebook.load(path))
+    return "" if same else f"this notebook is from another version; {notebook.AGAIN.format(path.stem[3:])}"
 
 
 def lab_cmd(args):
     "Make the copies, then become JupyterLab on the asked lesson, or the first with unsolved exercises."
-    rows = catalogue.lessons(args.work)
-    if not rows and not args.lesson:
-        raise CourseError("there are no lessons yet: `course build` makes them from nbs/")
-    first = args.lesson or catalogue.first_unsolved(rows) or rows[0]["number"]
-    number = notebook.resolve(first)
+    number = notebook.resolve(
+        args.lesson or catalogue.first_unsolved(args.work) or min(notebook.lessons(), default="")
+    )
     path, work = notebook.lessons()[number], args.work.absolute()
     copy_missing(work, path)
     if line := warning(work, path):
         print(line, file=sys.stderr)
-    _require_jupyterlab()
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise CourseError(
+            f"JupyterLab is not installed for {sys.executable}: `pip install -e .[dev]`, or `make lab`"
+        )
     with socket.socket() as s:
         if not 0 < args.port < 65536 or s.connect_ex(("127.0.0.1", args.port)) == 0:
             raise CourseError(
@@ -77,24 +76,6 @@ def lab_cmd(args):
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # as in containers, which Jupyter refuses unasked
         words += ["--allow-root"]
     os.execv(sys.executable, words)
-
-
-def _require_jupyterlab():
-    "JupyterLab is installed, and the kernel that notebooks name runs this Python."
-    if importlib.util.find_spec("jupyterlab") is None:
-        raise CourseError(
-            f"JupyterLab is not installed for {sys.executable}: `pip install -e .[dev]`, or `make lab`"
-        )
-    from jupyter_client.kernelspec import KernelSpecManager
-
-    # Jupyter has this Python's kernel where none is installed, and replaces a bare `python` with this one.
-    # Folders are compared unresolved: an environment's python is a link to one that lacks its packages.
-    program = Path(KernelSpecManager().get_kernel_spec("python3").argv[0])
-    if program.is_absolute() and program.parent != Path(sys.executable).absolute().parent:
-        raise CourseError(
-            f"the kernel python3, which the lessons name, runs {program} and not {sys.executable}: "
-            f"`{sys.executable} -m ipykernel install --sys-prefix` fixes it"
-        )
 
 
 def reset_cmd(args):

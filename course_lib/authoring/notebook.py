@@ -11,6 +11,7 @@ from course_lib import files
 # COURSE_ROOT names another checkout; tests point it at a small course of their own.
 ROOT = Path(os.environ.get("COURSE_ROOT") or Path(__file__).resolve().parent.parent.parent)
 NBS, LESSONS, WORK = ROOT / "nbs", ROOT / "lessons", ROOT / "work"
+AGAIN = "`course reset {}` gives a fresh copy and keeps yours under its date"
 
 
 class CourseError(Exception):
@@ -29,9 +30,8 @@ def load(path):
     except OSError as e:
         raise CourseError(f"{path} can't be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        cure = f"`course reset {Path(path).stem[3:]}` gives a fresh copy and keeps this one aside"
-        if Path(path).parent in (NBS, LESSONS):
-            cure = "take it from git again"
+        ours = Path(path).parent in (NBS, LESSONS)
+        cure = "take it from git again" if ours else AGAIN.format(Path(path).stem[3:])
         raise CourseError(f"{path} is not a notebook (damaged JSON, or no cells): {cure}") from None
     return nb
 
@@ -46,14 +46,14 @@ def save(nb, path):
     write(dump(nb), path)
 
 
-def write(data, path):
-    """Write a file, text or bytes, so that a reader, or a full disk, leaves the old one or the new one whole.
+def write(text, path):
+    """Write a text file so that a full disk leaves the old one whole.
 
     Raises CourseError where the folder is read-only or the disk is full.
     """
     try:
         with files.replacing(path) as tmp:
-            tmp.write_bytes(data.encode() if isinstance(data, str) else data)
+            tmp.write_bytes(text.encode())
     except OSError as e:
         raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
 
@@ -86,10 +86,21 @@ def digest(data):
 
 def lesson_hash(nb):
     "The version of a lesson: its cells' ids, types, tags, exercises and sources."
-    rows = [(c, c["metadata"].get("exercise")) for c in nb["cells"]]
-    return digest(
-        [[c.get("id"), c["cell_type"], sorted(tags(c)), exercise, source(c)] for c, exercise in rows]
-    )
+    rows = []
+    for c in nb["cells"]:
+        rows.append([c.get("id"), c["cell_type"], sorted(tags(c)), c["metadata"].get("exercise"), source(c)])
+    return digest(rows)
+
+
+def version(nb):
+    "The version of the lesson that a learner's notebook was made from, or None."
+    course = nb["metadata"].get("course")
+    return course.get("version") if isinstance(course, dict) else None
+
+
+def is_marked(cell):
+    "Whether a code cell's output is compared with the recorded one, by nbval."
+    return re.search(r"^\s*#+\s*NBVAL_CHECK_OUTPUT\s*$", source(cell), re.MULTILINE) is not None
 
 
 def stamp(nb):
@@ -106,18 +117,6 @@ def is_draft(nb):
 def exercises(nb):
     "A notebook's exercises in order: dicts of `id title minutes difficulty`, and `cell`: the check's id."
     return [{**c["metadata"]["exercise"], "cell": c["id"]} for c in nb["cells"] if "check" in tags(c)]
-
-
-def progress(work):
-    """What the learner has passed, from `work`/.progress.json: {"toy.1": {"passed": date, "version": hash}}.
-
-    Absent or damaged, it is empty: progress is a comfort, and never a reason to stop.
-    """
-    try:
-        found = json.loads((Path(work) / ".progress.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
 
 
 def lessons(folder=None):

@@ -1,17 +1,11 @@
 "What may be stored as a cell's output: `clean` makes it so, `problems` says what is not."
 
 import base64
-import functools
 import io
-import os
 import platform
 import re
-import sys
-import tempfile
-from pathlib import Path
 
 from course_lib.authoring import notebook
-from course_lib.authoring.run import is_marked
 
 MAX_BYTES = 500_000
 PNG = "image/png"
@@ -19,27 +13,14 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 BAR = re.compile(r"\d+%\|.*\|")
 
 
-@functools.cache
-def _of_this_machine(host, home):
-    "Patterns of what belongs to one machine, each with what is stored in its place."
-    folders = {Path(home), Path.cwd(), notebook.ROOT, Path(tempfile.gettempdir())}
-    folders |= {Path(sys.prefix), Path(sys.base_prefix), *(f.resolve() for f in folders)}
-    above = "|".join(re.escape(str(f)) for f in sorted(folders, reverse=True) if f != f.parent)
-    names = "|".join(re.escape(n) for n in (host, host.split(".")[0]) if len(n) > 4 and n != "localhost")
-    sep = re.escape(os.sep)
-    return {
-        r"ipykernel_\d+/\d+\.py": "cell",
-        rf"(?<!\w)(?:{above}){sep}(?:[^\s'\":,()<>{sep}]+{sep})*": "",
-        rf"(?<![\w-])(?:{names or '(?!)'})(?![\w-])": "host",
-        r" at 0x[0-9a-fA-F]{8,}": " at 0x…",
-    }
-
-
 def scrub(text):
     "A text without what belongs to one machine: folders, host names, addresses of objects."
-    for pattern, stored in _of_this_machine(platform.node(), str(Path.home())).items():
-        text = re.sub(pattern, stored, text)
-    return text
+    host = platform.node()
+    names = "|".join(re.escape(n) for n in (host, host.split(".")[0]) if len(n) > 4 and n != "localhost")
+    text = re.sub(r"ipykernel_\d+/\d+\.py", "cell", text)
+    text = re.sub(r"(?<![\w~/:,.<-])/(?:[^\s'\":,()<>/]+/)+", "", text)
+    text = re.sub(rf"(?<![\w-])(?:{names or '(?!)'})(?![\w-])", "host", text)
+    return re.sub(r" at 0x[0-9a-fA-F]{8,}", " at 0x…", text)
 
 
 def clean(outputs):
@@ -90,7 +71,7 @@ def problems(nb):
         found.append(f"its execution counts are {counts}; expected 1 to {len(counts)} in order")
     for c in cells:
         outs = c.get("outputs", [])
-        if is_marked(c) and not (outs and c.get("execution_count")):
+        if notebook.is_marked(c) and not (outs and c.get("execution_count")):
             found.append(f"cell `{c['id']}` is compared and has no output: run `course record --cpu`")
         kinds = [out.get("name", "error") for out in outs if out["output_type"] in ("stream", "error")]
         if "error" in kinds or len(kinds) != len(set(kinds)) or clean(outs) != outs:

@@ -14,7 +14,6 @@ NUMBER = r"[-−]?\d[\d,]*(?:\.\d+)?"
 NAME = r"<!--\s*([a-z]\w*\.[\w.]+)\s*-->"
 GAP = r"(?:\s|&nbsp;)*"
 UNIT = r"[TGP]?FLOP/s|[TGM]B/s|[mnµμu]s|s|%|×|x"
-UNIT_AFTER = re.compile(rf"{GAP}({UNIT})(?![\w/])")
 # Not 8192 × 8192 and 2 × n, not 3 x 3, not the 1990s.
 BARE = re.compile(
     rf"(?<![\w.,<]){NUMBER}{GAP}(?:(?!s\b|x\b|×)(?:{UNIT})|(?<!\d)s|(?<=\d)x|×(?!\s*(?:\d|\(|\w\b)))(?![\w/])"
@@ -53,20 +52,13 @@ def tag_problems(text, figures):
     found = []
     for m in re.finditer(NAME, text):
         number, figure = re.search(rf"{NUMBER}\Z", text[: m.start()]), figures.get(m[1])
-        unit = UNIT_AFTER.match(text, m.end())
         if number is None:
             found.append(f"the tag {m[1]} must follow its number at once: `4.27<!--{m[1]}--> unit`")
         elif figure is None:
             found.append(f"{number[0]} is tagged {m[1]}, which is not recorded")
         elif number[0] != (now := like(number[0], figure["value"])):
             found.append(f"{number[0]} is tagged {m[1]}, which is {now} now: `course record` renews it")
-        elif unit and re.fullmatch(UNIT, figure["unit"]) and _same(unit[1]) != _same(figure["unit"]):
-            found.append(f"{number[0]} {unit[1]} is tagged {m[1]}, which is recorded in {figure['unit']}")
     return found
-
-
-def _same(unit):
-    return {"us": "µs", "μs": "µs", "x": "×"}.get(unit, unit)
 
 
 def untagged(text):

@@ -1,7 +1,7 @@
-"""`course record`: the only writer of outputs. Execute worked lessons and store what came.
+"""`course run` and `course record`: execute worked lessons, and show or store what came.
 
-On a GPU everything is renewed; with `--cpu` marked cells alone, which are the same on every machine. A fresh
-kernel runs all cells in order; an error leaves the notebook as it was.
+`record` is the only writer of outputs. On a GPU everything is renewed; with `--cpu` marked cells alone, which
+are the same on every machine. A fresh kernel runs all cells in order; an error leaves the notebook as it was.
 """
 
 import concurrent.futures
@@ -14,16 +14,67 @@ import queue
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from course_lib.authoring import kernel, notebook, outputs, prose, rules, run, stamps
+from course_lib import recorded
+from course_lib.authoring import kernel, notebook, outputs, prose, rules, stamps
 from course_lib.authoring.notebook import CourseError
+
+
+def worked(words):
+    "The paths of the worked notebooks that `words` name; all of them where there are none."
+    known = notebook.lessons(notebook.NBS)
+    return [known[n] for n in dict.fromkeys(notebook.resolve(w, notebook.NBS) for w in words) or known]
+
+
+def execute(nb, name, env=None):
+    """Execute the code cells of the worked notebook `nb` in order, until one fails, under the name `name`.
+
+    Returns ({cell's id: kernel.Ran}, {noted figure: its row}, the failure in a sentence or ''). Cells run in
+    a temporary folder, so that they write nothing into the repository. `env` adds variables.
+    """
+    cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
+    cells = [{**c, "source": notebook.source(c)} for c in cells]
+    done, figures, failure = {}, {}, ""
+    with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
+        notes, folder = Path(scratch, "figures.jsonl"), Path(scratch, "nbs")
+        folder.mkdir()
+        with kernel.Session(cells, folder, env={"COURSE_FIGURES": str(notes), **(env or {})}) as session:
+            for i, cell in enumerate(cells):
+                ran = done[cell["id"]] = session.execute(i)
+                print(f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s", flush=True)
+                if ran.error:
+                    failure = f"{name}, cell `{cell['id']}`: {ran.error}"
+                    break
+        if notes.exists():
+            rows = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
+            figures = {row.pop("name"): row for row in rows}
+    return done, figures, failure
+
+
+def run_cmd(args):
+    "Execute worked lessons; writes nothing into the repository. Returns 1 if a cell failed."
+    if not (args.lessons or args.all):
+        raise CourseError("name a lesson, or use --all")
+    failures = []
+    for path in worked(args.lessons):
+        done, figures, failure = execute(notebook.load(path), path.stem)
+        failures += [failure] if failure else []
+        print(recorded.compare(path.stem[3:], figures))
+        print(
+            f"{path.stem}: {len(done)} cells in {sum(r.seconds for r in done.values()):.0f} s\n", flush=True
+        )
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return int(bool(failures))
 
 
 def record_cmd(args):
     "Record the given lessons, or say with `--check` what is behind. Returns 1 where one failed or is behind."
     if not (args.lessons or args.cpu or args.check):
         raise CourseError("name the lessons to record; with --cpu or --check no name means all of them")
-    paths = list(run.worked(args.lessons, everything=not args.lessons).values())
+    paths = worked(args.lessons)
     if not (args.cpu or args.check or kernel.has_cuda()):
         raise CourseError("figures are recorded on a GPU, and there is no CUDA device here; --cpu needs none")
     if args.out:
@@ -63,29 +114,26 @@ def _record(path, args):
     rules.check(nb, path.stem)
     source = None if args.cpu else _provenance(args)
     env = {"COURSE_RECORDING": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
-    result = run.execute(nb, path.stem, env=env)
-    if result.failed:
-        cell, error = result.failed
-        raise CourseError(f"{path.stem}, cell `{cell['id']}`: {error}; nothing was recorded")
-    count = store(nb, result, source)
-    if found := outputs.problems(nb):
-        raise CourseError(f"{path.stem}: {found[0]}; nothing was recorded")
+    done, figures, failure = execute(nb, path.stem, env)
+    count = store(nb, done, figures, source) if not failure else 0
+    if failure := failure or "; ".join(f"{path.stem}: {found}" for found in outputs.problems(nb)):
+        raise CourseError(f"{failure}; nothing was recorded")
     notebook.save(nb, args.out / path.name if args.out else path)
-    lines = [f"{path.stem}: {count} cells and {len(result.figures) if source else 0} figures recorded"]
+    lines = [f"{path.stem}: {count} cells and {len(figures) if source else 0} figures recorded"]
     return "\n  ".join(lines + prose.problems(nb, notebook.stamp(nb).get("figures", {})))
 
 
-def store(nb, result, source):
-    """Put an execution's outputs, figures and hashes into the notebook `nb`; returns how many cells.
+def store(nb, done, noted, source):
+    """Put the cells that were executed, the noted figures and hashes into `nb`; returns how many cells.
 
     `source` is {commit, clean}, or None to renew marked cells alone. A figure that this run did not make is
     kept while the code still notes it: its cell needs another machine.
     """
     now, stamp, new = stamps.hashes(nb), notebook.stamp(nb), {}
     for cell in nb["cells"]:
-        if ran := result.ran.get(cell["id"]):
+        if ran := done.get(cell["id"]):
             cell["execution_count"] = ran.count
-            if source or run.is_marked(cell):
+            if source or notebook.is_marked(cell):
                 cell["outputs"] = outputs.clean(json.loads(json.dumps(ran.outputs)))
                 new[cell["id"]] = now[cell["id"]]
         elif cell["cell_type"] == "code":  # an empty one
@@ -98,7 +146,7 @@ def store(nb, result, source):
         mine = {"machine": about["gpu"], "torch": about["torch"], "date": today, "commit": source["commit"]}
         figures = {n: figures[n] for name in prose.noted(nb) for n in fnmatch.filter(figures, name)}
         # Six digits say all that a measurement knows.
-        figures |= {n: f | {"value": float(f"{f['value']:.6g}")} | mine for n, f in result.figures.items()}
+        figures |= {n: f | {"value": float(f"{f['value']:.6g}")} | mine for n, f in noted.items()}
         stamp = {**source, **about, "date": today, "figures": figures}
     cells = {name: old for name, old in stamp.get("cells", {}).items() if name in now}
     nb["metadata"]["recorded"] = {**stamp, "cells": cells | new}
