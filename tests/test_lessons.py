@@ -109,9 +109,9 @@ def test_unsolved_it_fails_at_its_checks_and_nowhere_else(stem, tmp_path):
     ]
     cells = [{**c, "source": notebook.source(c)} for c in cells if "slow" not in notebook.tags(c)]
     failed = {}
-    with kernel.Session(cells, tmp_path, timeout=60) as session:
-        for i, cell in enumerate(cells):
-            ran = session.execute(i)
+    with kernel.Session(tmp_path, timeout=60) as session:
+        for cell in cells:
+            ran = session.execute(cell["source"])
             assert ran.alive, f"{cell['id']}: {ran.error}"
             if ran.error:
                 failed[cell["id"]] = ran.error

@@ -310,11 +310,15 @@ def view(data):
 SHOWN = "show.Explorer(lambda a=1.0, b=2.0: [a, b], view, a=(0.0, 2.0, 0.1), b=(0.0, 3.0, 0.1)).interact()"
 
 
-def test_a_widget_never_stalls_a_session(tmp_path):
-    # nbclient answers a widget on the socket on which it waits for the cell's end, and used to miss that end.
-    cells = [{"cell_type": "code", "metadata": {}, "source": s} for s in [EXPLORER, *[SHOWN] * 6]]
-    with kernel.Session(cells, tmp_path, timeout=60) as session:
-        assert [session.execute(i).error for i in range(len(cells))] == [""] * len(cells)
+def test_a_session_keeps_what_a_notebook_shows(tmp_path):
+    display = "from IPython.display import clear_output, display\n"
+    with kernel.Session(tmp_path, timeout=60) as session:
+        for source in [EXPLORER, *[SHOWN] * 4]:
+            ran = session.execute(source)
+            assert ran.error == "" and len(ran.outputs) == (source == SHOWN)  # the widget has what it drew
+        ran = session.execute(display + "print(1)\nclear_output()\nd = display(2, display_id=True)\n"
+                              "d.update(3)\nd.update(4);\n5")  # fmt: skip
+        assert [o["data"]["text/plain"] for o in ran.outputs] == ["4", "5"] and ran.count == 6
 
 
 def stored(cell, text):

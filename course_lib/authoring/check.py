@@ -7,7 +7,6 @@ learners, and no examination hall.
 
 import ast
 import contextlib
-import os
 import re
 import sys
 import tempfile
@@ -23,12 +22,12 @@ FRESH = """\
 __import__("sys").modules.pop("course_lib.{topic}.check", None)
 check = __import__("importlib").import_module("course_lib.{topic}.check")
 """
+# Of this machine's memory, for a kernel and its children. More, and the system would kill something else first.
+SHARE = 0.6
 
 
 def check_cmd(args):
     "Judge the learner's notebooks of the given lessons. Returns 1 while one of their exercises is unsolved."
-    if not 0 < args.timeout < float("inf"):
-        raise CourseError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
     status = 0
     for number in dict.fromkeys(notebook.resolve(word) for word in args.lessons):
         try:
@@ -71,15 +70,6 @@ def _check(path, args):
     return int(any(verdicts.values()))
 
 
-def _memory_limit():
-    "Bytes that a kernel and its children may use. More, and the system would kill something else first."
-    given = os.environ.get("COURSE_MEMORY_GB")
-    try:
-        return float(given) * 1e9 if given else min(0.6 * ram.total(), 0.9 * ram.available())
-    except ValueError:
-        raise CourseError(f"COURSE_MEMORY_GB is {given!r}; expected gigabytes, such as 8") from None
-
-
 @dataclass
 class Step:
     "A code cell of the learner's. `checks` is the exercise that it checks, `answers` the one that it solves."
@@ -113,20 +103,19 @@ def judge(lesson, mine, topic, chosen, args):
     """
     steps, verdicts, fresh = _steps(lesson, mine), {}, FRESH.format(topic=topic)
     checks = [i for i, s in enumerate(steps) if s.checks in chosen]
+    limit = min(SHARE * ram.total(), 0.9 * ram.available())
     needs = {i: _needs(steps, i) for i in checks}
-    sources = [fresh * bool(s.checks) + s.source for s in steps]
-    cells = [{"cell_type": "code", "metadata": {}, "source": source} for source in sources]
     while todo := [i for i in checks if not steps[i].done and verdicts.get(steps[i].checks) != ""]:
         with (
             tempfile.TemporaryDirectory(prefix="course-check-", ignore_cleanup_errors=True) as scratch,
-            kernel.Session(cells, _link_beside(args.work, scratch), args.timeout, _memory_limit()) as session,
+            kernel.Session(_link_beside(args.work, scratch), args.timeout, limit) as session,
         ):
             for i in sorted({*todo, *(j for c in todo for j in needs[c])}):
                 step = steps[i]
                 if step.done or verdicts.get(step.checks) == "":
                     continue
                 print(step.name, end="  ", flush=True)
-                ran = session.execute(i)
+                ran = session.execute(fresh * bool(step.checks) + step.source)
                 print(f"{ran.seconds:.1f} s", flush=True)
                 step.done = bool(ran.stopped) or i in checks
                 if i in checks:

@@ -20,18 +20,18 @@ import psutil
 from course_lib.authoring.notebook import CourseError
 
 try:
-    import nbformat
     from ipykernel.kernelspec import RESOURCES, get_kernel_dict
-    from jupyter_client import AsyncKernelManager
+    from jupyter_client import KernelManager
     from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-    from nbclient import NotebookClient
-    from nbclient.exceptions import DeadKernelError
 except ImportError as e:
     raise CourseError(f"{e.name} is not installed for {sys.executable}: `pip install -e .[dev]`") from None
 
 CODE = str(Path(__file__).resolve().parent.parent.parent)
 FLOOD = 20_000_000  # characters of output at which a cell is stopped
 GRACE = 3  # seconds from an interrupt to a kill
+# What is kept of a message that is an output.
+OUTPUTS = {"stream": ("name", "text"), "error": ("ename", "evalue", "traceback")}
+OUTPUTS |= {"display_data": ("data", "metadata"), "execute_result": ("data", "metadata", "execution_count")}
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Ran:
     "What came of one cell. `stopped` says which limit ended it; `alive`, whether its kernel can go on."
 
     outputs: list
-    count: int | None
+    count: int | None = None
     ename: str = ""
     evalue: str = ""
     stopped: str = ""
@@ -74,98 +74,99 @@ class _ThisEnvironment(KernelSpecManager):
 
 
 class Session:
-    """A fresh kernel in folder `cwd`, in a `with` block: `execute` takes its `cells` by their number.
+    """A fresh kernel in folder `cwd`, in a `with` block: `execute` takes a cell's source.
 
-    `cells` are code cells as dicts. `timeout` is in seconds for each cell, `memory` in bytes for the kernel
-    and its children; None means no limit. `env` adds environment variables. Raises CourseError when no
-    kernel starts.
+    `timeout` is in seconds for each cell, `memory` in bytes for the kernel and its children; None means no
+    limit. `env` adds environment variables. Raises CourseError when no kernel starts.
     """
 
-    def __init__(self, cells, cwd, timeout=None, memory=None, env=None):
-        cells = [{**c, "outputs": [], "execution_count": None} for c in cells]
-        nb = nbformat.from_dict({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
-        self.cwd, self.timeout, self.memory = str(cwd), timeout, memory
+    def __init__(self, cwd, timeout=None, memory=None, env=None):
+        self.cwd, self.timeout, self.memory, self._look = str(cwd), timeout, memory, 0
         # The kernel's folder is not the repository: a project that is not installed is found by its path.
         path = os.pathsep.join([CODE, *filter(None, [os.environ.get("PYTHONPATH")])])
         inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         self.env = {**os.environ, **inline, "PYTHONPATH": path, **(env or {})}
-        # Merging streams is ours: nbclient's regular expressions take minutes on a line of a megabyte.
-        options = {"coalesce_streams": False, "record_timing": False, "shutdown_kernel": "immediate"}
-        options |= {"timeout": None, "iopub_timeout": 30, "allow_errors": True}
-        self._client = NotebookClient(nb, on_cell_executed=self._executed, **options)
 
     def __enter__(self):
-        client, file = self._client, os.path.join(self.cwd, ".kernel.json")
-        client.km = AsyncKernelManager(kernel_spec_manager=_ThisEnvironment(), connection_file=file)
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._context = client.setup_kernel(cwd=self.cwd, env=self.env, **silent)
+        file, silent = os.path.join(self.cwd, ".kernel.json"), subprocess.DEVNULL
+        self._manager = KernelManager(kernel_spec_manager=_ThisEnvironment(), connection_file=file)
+        self._manager.start_kernel(cwd=self.cwd, env=self.env, stdout=silent, stderr=silent)
+        self._process = psutil.Process(self._manager.provisioner.pid)
+        self._client = self._manager.client()
+        self._client.start_channels()
         try:
-            self._context.__enter__()
-        except Exception as e:
-            why = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-            raise CourseError(f"no kernel starts with {sys.executable} ({why})") from None
-        self._process = psutil.Process(client.km.provisioner.pid)
-        channel = client.kc.shell_channel
-        channel.get_msg = functools.partial(self._watched, channel.get_msg)
+            self._client.wait_for_ready(timeout=60)
+        except RuntimeError as e:
+            self.__exit__()
+            raise CourseError(f"no kernel starts with {sys.executable} ({e})") from None
         return self
 
     def __exit__(self, *exc):
         self._kill()  # the kernel's own shutdown leaves the processes that it started
-        self._context.__exit__(None, None, None)
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
 
-    def _executed(self, cell, cell_index, execute_reply):
-        self._reply = execute_reply["content"]
-
-    def execute(self, index):
+    def execute(self, source):
         "Execute a cell; returns a `Ran`."
-        client, cell, alive = self._client, self._client.nb.cells[index], True
-        self._began, self._cell, self._reply, self._stopped = time.monotonic(), cell, {}, ""
-        try:
-            client.execute_cell(cell, index)
-        except DeadKernelError:
-            alive = False
-        ran = Ran(_merged(cell["outputs"]), cell.get("execution_count"), alive=alive, stopped=self._stopped)
-        ran.seconds = time.monotonic() - self._began
-        if self._reply.get("status") == "error":  # an unknown magic sends no error output
-            ran.ename, ran.evalue = self._reply.get("ename", "Error"), self._reply.get("evalue", "")
-        if not alive and not ran.stopped:
-            code = client.km.provisioner.process.poll() or 0
+        self._ran, self._shown, self._widget, self._printed = Ran([]), {}, "", 0
+        ran, began, reply = self._ran, time.monotonic(), {}
+        kill_at, idle = float("inf"), False
+        request = self._client.execute(source, allow_stdin=False, stop_on_error=False)
+        while ran.alive and not idle:
+            seconds = time.monotonic() - began
+            if seconds > kill_at:
+                self._kill()
+            elif not ran.stopped and (why := self._over_limit(seconds)):
+                # What eats memory may not react in time.
+                kill_at = seconds + GRACE * ("memory" not in why)
+                ran.stopped = f"{why} and was stopped"
+                self._manager.interrupt_kernel()
+            try:
+                message = self._client.get_iopub_msg(timeout=0.1)
+                if message["parent_header"].get("msg_id") == request:
+                    idle = self._take(message["msg_type"], message["content"])
+                if idle:
+                    reply = self._client.get_shell_msg(timeout=10)["content"]
+            except queue.Empty:
+                ran.alive = self._manager.is_alive()
+        ran.seconds, ran.count = time.monotonic() - began, reply.get("execution_count")
+        ran.outputs = _merged(ran.outputs)
+        if reply.get("status") == "error":  # an unknown magic sends no error output
+            ran.ename, ran.evalue = reply["ename"], reply["evalue"]
+        if not ran.alive and not ran.stopped:
+            code = self._manager.provisioner.process.poll() or 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
             ran.stopped = f"the kernel died {how}"
-        if any(p.get("source") == "ask_exit" for p in self._reply.get("payload", [])):
+        if any(p.get("source") == "ask_exit" for p in reply.get("payload", [])):
             ran.stopped, ran.alive = "exit() or quit() ended the kernel; remove it", False
         return ran
 
-    async def _watched(self, get_msg, timeout=None, **kwargs):
-        """Wait for a message in slices of a tenth of a second, and look at the limits in between.
-
-        nbclient answers a widget's messages on the socket it waits on. A reply that comes in just then wakes
-        nobody, for zmq tells of it once: without slices, a cell that shows a widget can wait for ever.
-        """
-        end = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
-            try:
-                return await get_msg(timeout=max(0, min(0.1, end - time.monotonic())), **kwargs)
-            except queue.Empty:
-                if time.monotonic() >= end:
-                    raise
-            seconds = time.monotonic() - self._began
-            if not self._stopped and (why := self._over_limit(seconds)):
-                # What eats memory may not react in time.
-                self._killed_at = seconds + GRACE * ("memory" not in why)
-                self._stopped = f"{why} and was stopped"
-                await self._client.km.interrupt_kernel()
-            elif self._stopped and seconds > self._killed_at:
-                self._kill()
+    def _take(self, kind, content):
+        "Keep what a message says; returns whether it ends the cell."
+        outputs, name = self._ran.outputs, content.get("transient", {}).get("display_id")
+        if kind == "comm_msg":  # a widget of type Output takes what comes while its msg_id is set
+            self._widget = content["data"].get("state", {}).get("msg_id", self._widget)
+        elif kind == "clear_output" and not self._widget:
+            outputs.clear()
+        elif kind == "update_display_data" and name in self._shown:
+            self._shown[name]["data"] = content["data"]
+        elif kind in OUTPUTS and not self._widget:
+            self._printed += len(content.get("text", ""))
+            if self._printed <= FLOOD:
+                outputs.append({"output_type": kind, **{k: content[k] for k in OUTPUTS[kind]}})
+                self._shown[name] = outputs[-1]
+        return kind == "status" and content["execution_state"] == "idle"
 
     def _over_limit(self, seconds):
         if self.timeout and seconds > self.timeout:
             return f"time limit: it ran longer than {self.timeout:g} s (an endless loop?)"
-        # What processes share counts for none of them.
-        if self.memory and sum(self._each(lambda p: p.memory_full_info().uss)) > self.memory:
-            return f"it used more than {self.memory / 1e9:.3g} GB of memory"
-        if sum(len(out.get("text", "")) for out in self._cell["outputs"]) > FLOOD:
+        if self._printed > FLOOD:
             return f"it printed more than {FLOOD // 1_000_000} MB (a print in a loop?)"
+        if self.memory and time.monotonic() > self._look:
+            self._look = time.monotonic() + 0.1
+            # What processes share counts for none of them.
+            if sum(self._each(lambda p: p.memory_full_info().uss)) > self.memory:
+                return f"it used more than {self.memory / 1e9:.3g} GB of memory"
         return ""
 
     def _each(self, act):

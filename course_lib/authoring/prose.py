@@ -4,11 +4,10 @@ A number from a recording carries its figure's name, one from a source `<!--cite
 definition or an instruction `<!--given-->`.
 """
 
-import ast
 import re
 from decimal import Decimal
 
-from course_lib.authoring import notebook, stamps
+from course_lib.authoring import notebook
 
 NUMBER = r"[-−]?\d[\d,]*(?:\.\d+)?"
 NAME = r"<!--\s*([a-z]\w*\.[\w.]+)\s*-->"
@@ -81,12 +80,7 @@ def problems(nb, figures):
 
 def noted(nb):
     "The figures that the code may note, as patterns: `toy.rate`, and `toy.rate.*` of an f-string."
-    nodes = [n for _, tree, *_ in stamps.flow(nb) if tree for n in ast.walk(tree)]
-    strings = [n.values for n in nodes if isinstance(n, ast.JoinedStr)]
-    pieces = {v for values in strings for v in values}
-    strings += [[n] for n in nodes if isinstance(n, ast.Constant) and n not in pieces]
-    names = {
-        "".join(str(v.value) if isinstance(v, ast.Constant) else "*" for v in values) for values in strings
-    }
+    code = "\n".join(notebook.source(c) for c in nb["cells"] if c["cell_type"] == "code")
     slug = nb["metadata"]["course"]["slug"]
-    return sorted(n for n in names if re.fullmatch(rf"{slug}\.(?!\d+$)[\w.*]+", n))
+    found = re.findall(rf"""["']({slug}\.(?!\d+["'])(?:[\w.]|{{[^{{}}]*}})+)["']""", code)
+    return sorted({re.sub(r"{[^{}]*}", "*", name) for name in found})

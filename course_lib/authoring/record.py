@@ -35,14 +35,13 @@ def execute(nb, name, env=None):
     a temporary folder, so that they write nothing into the repository. `env` adds variables.
     """
     cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
-    cells = [{**c, "source": notebook.source(c)} for c in cells]
     done, figures, failure = {}, {}, ""
     with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
         notes, folder = Path(scratch, "figures.jsonl"), Path(scratch, "nbs")
         folder.mkdir()
-        with kernel.Session(cells, folder, env={"COURSE_FIGURES": str(notes), **(env or {})}) as session:
+        with kernel.Session(folder, env={"COURSE_FIGURES": str(notes), **(env or {})}) as session:
             for i, cell in enumerate(cells):
-                ran = done[cell["id"]] = session.execute(i)
+                ran = done[cell["id"]] = session.execute(notebook.source(cell))
                 print(f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s", flush=True)
                 if ran.error:
                     failure = f"{name}, cell `{cell['id']}`: {ran.error}"
@@ -134,7 +133,7 @@ def store(nb, done, noted, source):
         if ran := done.get(cell["id"]):
             cell["execution_count"] = ran.count
             if source or notebook.is_marked(cell):
-                cell["outputs"] = outputs.clean(json.loads(json.dumps(ran.outputs)))
+                cell["outputs"] = outputs.clean(ran.outputs)
                 new[cell["id"]] = now[cell["id"]]
         elif cell["cell_type"] == "code":  # an empty one
             cell |= {"execution_count": None, "outputs": []}
@@ -162,52 +161,44 @@ def _about():
 
     from course_lib import machine
 
-    try:
-        from triton import __version__ as triton
-    except ImportError:
-        triton = None
     gpus = torch.cuda.device_count()
     name = f"{gpus} × " * (gpus > 1) + machine.name()
-    versions = {"torch": torch.__version__, "triton": triton, "python": platform.python_version()}
-    return {"gpu": name, "host": machine.host(), **versions}
+    versions = {"triton": machine.triton_version(), "python": platform.python_version()}
+    return {"gpu": name, "host": machine.host(), "torch": torch.__version__, **versions}
 
 
 def _side_by_side(paths, args):
     "Record each lesson in a process with a GPU and cores of its own; afterwards those that need all GPUs."
     import torch
 
-    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue()
-    for i in range(count):
-        share = cores[len(cores) * i // count : len(cores) * (i + 1) // count] or cores
-        free.put((named.split(",")[i] if named else str(i), share))
+    count, cores = torch.cuda.device_count(), sorted(os.sched_getaffinity(0))
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    free = queue.SimpleQueue()
+    for i, gpu in enumerate(gpus):
+        free.put((gpu, cores[len(cores) * i // count : len(cores) * (i + 1) // count] or cores))
     options = [f"--commit={args.commit}"] * bool(args.commit) + ["--dirty"] * args.dirty
     options += [f"--out={args.out}"] * bool(args.out)
 
-    def child(path, env, cores):
+    def child(path, place=None):
+        gpu, share = place or free.get()
         words = [sys.executable, "-m", "course_lib.authoring.cli", "record", path.stem, *options]
-        process = subprocess.Popen(words, env=os.environ | env)
-        os.sched_setaffinity(process.pid, cores)
-        return process.wait()
-
-    def on_one_gpu(path):
-        gpu, share = free.get()
-        try:
-            return child(path, {"CUDA_VISIBLE_DEVICES": gpu}, share)
-        finally:
-            free.put((gpu, share))
+        process = subprocess.Popen(words, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
+        os.sched_setaffinity(process.pid, share)
+        status = process.wait()
+        free.put((gpu, share))
+        return status
 
     last = [p for p in paths if notebook.load(p)["metadata"].get("course", {}).get("gpus") == "all"]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        status = [*pool.map(on_one_gpu, [p for p in paths if p not in last])]
-    return int(any([*status, *(child(p, {}, cores) for p in last)]))
+        status = [*pool.map(child, [p for p in paths if p not in last])]
+    return int(any(status + [child(p, (",".join(gpus), cores)) for p in last]))
 
 
 def _provenance(args):
     "{commit, clean} of the library: from git, or as the caller says. The notebook holds its own code."
     if args.commit and not re.fullmatch(r"[0-9a-f]{7,40}", args.commit):
         raise CourseError(f"--commit {args.commit!r} is not a commit; expected 7 to 40 hexadecimal digits")
-    head = _git("rev-parse", "--verify", "HEAD").strip() if (notebook.ROOT / ".git").exists() else ""
+    head = _git("rev-parse", "--verify", "HEAD").strip()
     if not (head or args.commit):
         raise CourseError("there is no git here to ask for the commit: name it, as in --commit abc1234")
     if not head:
@@ -221,9 +212,8 @@ def _provenance(args):
 
 
 def _git(*words):
-    "What git prints; nothing where it fails or is not installed."
-    command = ["git", "-C", notebook.ROOT, *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, encoding="utf-8").stdout
-    except FileNotFoundError:
+    "What git prints; nothing where there is no repository."
+    if not (notebook.ROOT / ".git").exists():
         return ""
+    command = ["git", "-C", notebook.ROOT, *words]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8").stdout
