@@ -94,16 +94,17 @@ def test_reset_keeps_the_old_copy_under_its_date(course_root, work, capsys):
     assert path.exists() and "kept" not in capsys.readouterr().out
 
 
-def test_a_reset_that_fails_leaves_the_old_copy(work, monkeypatch):
+def test_a_reset_that_fails_keeps_the_old_copy(work, monkeypatch, capsys):
     (work / "01_tiny.ipynb").write_text("mine")
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lab.os, "replace", full)
+    monkeypatch.setattr(notebook.files.os, "replace", full)
     with pytest.raises(notebook.CourseError, match="No space left"):
         reset()
-    assert (work / "01_tiny.ipynb").read_text() == "mine" and len(list(work.iterdir())) == 2
+    assert (work / f"01_tiny.{TODAY}.ipynb").read_text() == "mine" and len(list(work.iterdir())) == 2
+    assert f"yours is kept as 01_tiny.{TODAY}.ipynb" in capsys.readouterr().out
 
 
 def test_a_folder_that_takes_no_files(built, tmp_path):

@@ -1,11 +1,11 @@
 import pytest
 
-from course_lib.authoring import markers
+from course_lib.authoring import rules
 from course_lib.authoring.notebook import CourseError
 
 
 def test_several_functions_and_methods_in_one_cell():
-    made = markers.stub(
+    made = rules.stub(
         "import math\n\n"
         "class A(B):\n"
         "    'Doc.'\n"
@@ -37,7 +37,7 @@ def test_several_functions_and_methods_in_one_cell():
 
 
 def test_a_starter_is_put_in_place():
-    made = markers.stub(
+    made = rules.stub(
         "def f(x):\n"
         "    'Doc.'\n"
         "    ### BEGIN SOLUTION\n"
@@ -112,5 +112,5 @@ MISPLACED = {
 def test_misplaced_markers_are_refused(name):
     text, why = MISPLACED[name]
     with pytest.raises(CourseError, match=why) as e:
-        markers.stub(text)
+        rules.stub(text)
     assert "\n" not in str(e.value)

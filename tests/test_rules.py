@@ -46,9 +46,12 @@ BROKEN = {
     "an id with a blank": (edit("start", id="my cell"), "needs an id of its own"),
     "two ids": (edit("tail", id="start"), "cell start: a cell needs an id of its own"),
     "a raw cell": (edit("start", cell_type="raw"), "cell start: a cell is code or markdown"),
-    "another tag": (edit("tail", tags=["gpu"]), "cell tail: the tag gpu is not allowed; code cells have"),
-    "a tag on markdown": (edit("title", tags=["slow"]), "cell title: the tag slow is not allowed"),
-    "NBVAL_SKIP in a comment": (edit("tail", source="# NBVAL_SKIP\n1"), "cell tail: NBVAL_SKIP would hide"),
+    "another tag": (edit("tail", tags=["gpu"]), "cell tail: gpu is not allowed; the tags of"),
+    "a tag on markdown": (edit("title", tags=["slow"]), "cell title: slow is not allowed"),
+    "NBVAL_SKIP in a comment": (
+        edit("tail", source="# NBVAL_SKIP\n1"),
+        "cell tail: NBVAL_SKIP is not allowed",
+    ),
     "markers in markdown": (edit("title", source="### END SOLUTION"), f"cell title: {TAG}"),
     "markers without the tag": (edit("start", source=STUB), f"cell start: {TAG}"),
     "the tag without markers": (edit("ex1-stub", source="double = 1"), f"cell ex1-stub: {TAG}"),
@@ -56,15 +59,10 @@ BROKEN = {
     "a check of nothing": (edit("ex1-check", exercise=None), EXERCISE),
     "another lesson's exercise": (edit("ex1-check", exercise=FIRST | {"id": "other.1"}), EXERCISE),
     "difficulty 4": (edit("ex1-check", exercise=FIRST | {"difficulty": 4}), EXERCISE),
-    "an exercise without check": (edit("tail", exercise=SECOND), "cell tail: metadata.exercise belongs on"),
     "%%gpu and no words": (edit("tail", source="%%gpu\n1"), "cell tail: `%%gpu` is followed by a few words"),
     "a name of a GPU cell": (read_on_the_cpu, "cell more: it reads y, which a `%%gpu` cell defines"),
     "a slow check": (edit("ex1-check", tags=["check", "slow"]), CHECK),
     "a check nobody compares": (edit("ex1-check", source="1"), CHECK),
-    "an answer that reads more": (
-        edit("ex1-stub", source=STUB.replace("x + x", "x + other")),
-        "cell ex1-stub: its answer reads other, which no import and no exercise defines",
-    ),
     "no stub": (lambda nb: nb["cells"].pop(3), "exercise tiny.1 has no stub"),
     "one hint": (edit("ex1", source=HEAD + "<details>one</details>"), "tiny.1 has 1 hints"),
     "hints of another exercise": (insert(5, HEAD2, STUB2, CHECK2), "tiny.2 has 0 hints"),
@@ -80,5 +78,4 @@ def test_a_notebook_that_breaks_a_rule_is_refused(name):
     change(nb)
     with pytest.raises(CourseError, match=why) as e:
         build.lesson(nb, "01_tiny")
-        build.solutions(nb, "01_tiny")
     assert str(e.value).startswith("nbs/01_tiny.ipynb") and "\n" not in str(e.value)

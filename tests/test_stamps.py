@@ -100,10 +100,3 @@ def test_names_of_a_cell(text, reads, defines, changes):
     names = stamps.Names(ast.parse(text))
     assert (names.reads, names.defines) == (set(reads.split()), set(defines.split()))
     assert names.changes == set(changes.split())
-
-
-def test_stale_cells_are_those_without_their_hash():
-    nb = {"cells": [code("a", "1"), code("b", "2"), code("c", "")], "metadata": {}}
-    assert stamps.stale(nb) == ["a", "b"]
-    nb["metadata"]["recorded"] = {"cells": stamps.hashes(nb) | {"b": "0", "gone": "1"}}
-    assert stamps.stale(nb) == ["b"]

@@ -1,4 +1,4 @@
-"""`course list` and `course figures`: what the notebooks say about themselves, read as plain JSON.
+"""`course list`, `figures` and `doctor`: the lessons, what they recorded, and this machine.
 
 What the learner has passed is in work/.progress.json: {"roofline.1": {"title", "passed", "version"}}. A pass
 belongs to the exercise's title: it survives a new number, and does not count for another exercise.
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from course_lib import recorded, show
 from course_lib.authoring import notebook
-from course_lib.authoring.notebook import CourseError
 
 OLD = Path(__file__).with_name("old_exercises.txt")
 
@@ -99,13 +98,45 @@ def list_cmd(args):
 
 def figures_cmd(args):
     "Print every recorded figure."
-    try:
-        figures = recorded.figures()
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CourseError("a worked notebook in nbs/ is damaged: take it from git again") from None
+    for path in notebook.lessons(notebook.NBS).values():
+        notebook.load(path)  # says what is damaged
     rows = []
-    for f in figures:
+    for f in recorded.figures():
         bar = f"{f['bar']['op']} {f['bar']['value']:g}" if f.get("bar") else ""
         rows.append((f["name"], f["value"], f["unit"], bar, f["machine"], f["torch"], f["date"]))
     head = ("figure", "value", "unit", "bar", "machine", "torch", "date")
     print(show.table(head, rows, left=(0, 2, 3, 4, 5, 6)))
+
+
+def doctor_cmd(args):
+    "Print what this machine is and what it measures."
+    from course_lib import machine  # imports torch
+
+    print(machine_text(machine.report()))
+
+
+def machine_text(found):
+    "`machine.report()` as text."
+    can, sheet, gpu = found["abilities"], found["datasheet"] or {}, found["gpu_memory_bytes"]
+    where = {"gpu": "on the GPU", "interpreter": "in the interpreter", None: "not here"}[can["triton"]]
+    builds = "builds here" if can["compile"] else "can't build here: no C++ compiler or Python headers"
+    matmul = _rate(found["matmul_flops"], "FLOP/s", sheet.get("bf16_flops"))
+    rows = {
+        "device": found["device"] + f" (of {found['gpus']})" * (found["gpus"] > 1),
+        "memory": f"{found['ram_bytes'] / 2**30:.0f} GiB" + (f", GPU {gpu / 2**30:.0f} GiB" if gpu else ""),
+        "system": f"{found['system']}, Python {found['python']}",
+        "torch": found["torch"] + (f", CUDA {found['cuda']}" if found["cuda"] else ""),
+        "triton": f"{found['triton'] or 'not installed'}; kernels run {where}",
+        "torch.compile": builds,
+        "matmul": f"{matmul} ({found['matmul_dtype']})",
+        "copy": _rate(found["copy_bytes"], "B/s", sheet.get("bytes")) + " (read + written)",
+        "launch cost": f"{found['launch_seconds'] * 1e6:.1f} µs to enqueue one tiny operator",
+        "cells for a GPU": "run" if can["gpu"] else "print one line each",
+    }
+    return "\n".join(f"{name:<15} {value}" for name, value in rows.items())
+
+
+def _rate(value, unit, peak):
+    size, prefix = next((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1, "")) if value >= s)
+    share = f", {value / peak:.0%} of the datasheet's" if peak else ""
+    return f"{value / size:.3g} {prefix}{unit}{share}"

@@ -8,7 +8,6 @@ learners, and no examination hall.
 import ast
 import contextlib
 import re
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +21,12 @@ FRESH = """\
 __import__("sys").modules.pop("course_lib.{topic}.check", None)
 check = __import__("importlib").import_module("course_lib.{topic}.check")
 """
-# Of this machine's memory, for a kernel and its children. More, and the system would kill something else first.
-SHARE = 0.6
 
 
 def check_cmd(args):
     "Judge the learner's notebooks of the given lessons. Returns 1 while one of their exercises is unsolved."
-    status = 0
-    for number in dict.fromkeys(notebook.resolve(word) for word in args.lessons):
-        try:
-            status |= _check(notebook.lessons()[number], args)
-        except CourseError as e:
-            print(e, file=sys.stderr)
-            status = 1
-    return status
+    numbers = dict.fromkeys(notebook.resolve(word) for word in args.lessons)
+    return max(_check(notebook.lessons()[number], args) for number in numbers)
 
 
 def _check(path, args):
@@ -43,8 +34,6 @@ def _check(path, args):
     if not mine.exists():
         raise CourseError(f"{mine} is not there yet: `course lab {topic}` makes it and opens it")
     nb = notebook.load(mine)
-    if not any(c["cell_type"] == "code" for c in nb["cells"]):
-        raise CourseError(f"{mine} has no code cells: {notebook.AGAIN.format(topic)}")
     titles = {e["id"]: e["title"] for e in notebook.exercises(lesson)}
     chosen = [f"{topic}.{args.exercise.removeprefix(f'{topic}.')}"] if args.exercise else list(titles)
     if not set(chosen) <= set(titles):
@@ -57,10 +46,7 @@ def _check(path, args):
     if line := lab.warning(args.work, path):
         print(f"note: {line}")
     print(f"{sum(not why for why in verdicts.values())} of {len(verdicts)} passed")
-    try:
-        catalogue.save_progress(args.work, topic, lesson, verdicts)
-    except CourseError as e:
-        print(f"your progress was not saved: {e}", file=sys.stderr)
+    catalogue.save_progress(args.work, topic, lesson, verdicts)
     if left := catalogue.unsolved(lesson, args.work, topic):
         print(f"next: {left[0]['id']}, {left[0]['title']}")
     elif following := catalogue.first_unsolved(args.work):
@@ -80,7 +66,6 @@ class Step:
     answers: str = ""
     always: bool = False  # every check needs it
     trouble: str = ""  # what went wrong when it ran
-    done: bool = False  # stopped or judged: it is not executed again
 
     def __post_init__(self):
         self.reads, self.binds = set(), {}
@@ -98,33 +83,33 @@ class Step:
 def judge(lesson, mine, topic, chosen, args):
     """Judge the notebook `mine` by `lesson`, both dicts: {exercise of `chosen`: what is wrong, or ''}.
 
-    Cells see the files of `args.work`, where the learner's notebook is. A cell that ends the kernel is left
-    out of a second execution: the other exercises are judged.
+    Cells see the files of `args.work`, where the learner's notebook is.
     """
-    steps, verdicts, fresh = _steps(lesson, mine), {}, FRESH.format(topic=topic)
+    steps, fresh, again = _steps(lesson, mine), FRESH.format(topic=topic), notebook.AGAIN.format(topic)
     checks = [i for i, s in enumerate(steps) if s.checks in chosen]
-    limit = min(SHARE * ram.total(), 0.9 * ram.available())
     needs = {i: _needs(steps, i) for i in checks}
-    while todo := [i for i in checks if not steps[i].done and verdicts.get(steps[i].checks) != ""]:
-        with (
-            tempfile.TemporaryDirectory(prefix="course-check-", ignore_cleanup_errors=True) as scratch,
-            kernel.Session(_link_beside(args.work, scratch), args.timeout, limit) as session,
-        ):
-            for i in sorted({*todo, *(j for c in todo for j in needs[c])}):
-                step = steps[i]
-                if step.done or verdicts.get(step.checks) == "":
-                    continue
-                print(step.name, end="  ", flush=True)
-                ran = session.execute(fresh * bool(step.checks) + step.source)
-                print(f"{ran.seconds:.1f} s", flush=True)
-                step.done = bool(ran.stopped) or i in checks
-                if i in checks:
-                    verdicts[step.checks] = _verdict(steps, i, needs[i], ran)
-                elif ran.error:
-                    step.trouble = f"cell `{step.name}`{': ' if ran.stopped else ' raised '}{ran.error}"
-                if not ran.alive:
-                    break
-    missing = f"its check cell is missing; {notebook.AGAIN.format(topic)}"
+    verdicts, missing = {}, f"its check cell is missing; {again}"
+    limit = min(0.6 * ram.total(), 0.9 * ram.available())  # with more, the system may kill something else
+    with (
+        tempfile.TemporaryDirectory(prefix="course-check-", ignore_cleanup_errors=True) as scratch,
+        kernel.Session(scratch, args.timeout, limit) as session,
+    ):
+        for path in args.work.iterdir():  # links: a stray `!rm *` removes these
+            if path.suffix != ".ipynb" and not path.name.startswith("."):
+                Path(scratch, path.name).symlink_to(path.resolve())
+        for i in sorted({*checks, *(j for c in checks for j in needs[c])}):
+            step = steps[i]
+            if verdicts.get(step.checks) == "":
+                continue
+            print(step.name, end="  ", flush=True)
+            ran = session.execute(fresh * bool(step.checks) + step.source)
+            print(f"{ran.seconds:.1f} s", flush=True)
+            step.trouble = f"cell `{step.name}`: {ran.error}" if ran.error else ""
+            if i in checks:
+                verdicts[step.checks] = _verdict(steps, i, needs[i], ran)
+            if not ran.alive:
+                missing = f"not judged, for the kernel ended before it; {step.trouble}"
+                break
     return {name: verdicts.get(name, missing) for name in chosen}
 
 
@@ -152,17 +137,14 @@ def _sources(steps, name, end):
 
 def _verdict(steps, i, needs, ran):
     "What is wrong after the check at step `i` has run, or ''."
-    name, troubles = steps[i].checks, [s for s in (steps[j] for j in sorted(needs)) if s.trouble]
-    if ran.stopped:
-        return f"its check: {ran.stopped}"
-    if stopped := [s.trouble for s in troubles if s.done]:  # even where it bound its names before
-        return stopped[0]
-    if not ran.ename:
-        passed = re.search(rf"^{re.escape(name)} passed: ", ran.stdout, re.MULTILINE)
+    name, troubles = steps[i].checks, [steps[j].trouble for j in sorted(needs) if steps[j].trouble]
+    if not ran.error:
+        stdout = "".join(piece for out in ran.outputs if out.get("name") == "stdout" for piece in out["text"])
+        passed = re.search(rf"^{re.escape(name)} passed: ", stdout, re.MULTILINE)
         return "" if passed else f"its check printed no line `{name} passed`"
-    if ran.ename != "NameError":
+    if not ran.error.startswith("NameError"):
         return ran.error.removeprefix("Wrong: ").removeprefix(f"{name} not passed: ")
-    return f"{ran.error}; {troubles[-1].trouble if troubles else 'no cell above its check defines it'}"
+    return f"{ran.error}; {troubles[-1] if troubles else 'no cell above its check defines it'}"
 
 
 def _steps(lesson, mine):
@@ -170,7 +152,6 @@ def _steps(lesson, mine):
     known = {c["id"]: c for c in lesson["cells"]}
     exercises = notebook.exercises(lesson)
     by_title, by_cell = ({e[key]: e for e in exercises} for key in ("title", "cell"))
-    by_source = {notebook.source(known[e["cell"]]).strip(): e for e in exercises}
     steps, answers, stubs = [], {}, []
     for cell in lesson["cells"]:
         stubs += [cell["id"]] if "exercise" in notebook.tags(cell) else []
@@ -188,19 +169,9 @@ def _steps(lesson, mine):
         title = cell["metadata"].get("exercise")
         title = title.get("title") if isinstance(title, dict) else None
         checked = by_title.get(title) if isinstance(title, str) else by_cell.get(name)
-        checked = checked or by_source.get(text.strip())
         if checked:
             steps.append(Step(checked["cell"], notebook.source(known[checked["cell"]]), checked["id"]))
         elif cell["cell_type"] == "code":
             shown = name if name in known else (text.strip().splitlines() or [""])[0][:40]
             steps.append(Step(shown, text, answers=answers.get(name, "")))
     return steps
-
-
-def _link_beside(folder, scratch):
-    "Link the files beside a notebook into `scratch`, which is returned: a stray `!rm *` removes links."
-    for path in Path(folder).iterdir():
-        if path.suffix != ".ipynb" and not path.name.startswith("."):
-            with contextlib.suppress(OSError):  # a system without links
-                Path(scratch, path.name).symlink_to(path.resolve())
-    return scratch

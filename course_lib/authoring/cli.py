@@ -1,12 +1,8 @@
 "The command `course`. A subcommand is imported when it runs, so that help and list answer at once."
 
-import sys
-
-if sys.version_info < (3, 11):  # noqa: UP036  before any import that an older Python would trip over
-    sys.exit("The course needs Python 3.11 or newer, and this is {}.{}.".format(*sys.version_info[:2]))
-
 import argparse
 import importlib
+import sys
 from pathlib import Path
 
 from course_lib.authoring import notebook
@@ -14,7 +10,7 @@ from course_lib.authoring import notebook
 # name: (module, function, what it does)
 COMMANDS = {
     "list": ("catalogue", "list_cmd", "the lessons, their exercises, your progress"),
-    "doctor": ("doctor", "doctor_cmd", "what this machine is, how fast it is, what it can do"),
+    "doctor": ("catalogue", "doctor_cmd", "what this machine is, how fast it is, what it can do"),
     "lab": ("lab", "lab_cmd", "open JupyterLab on your copies of the lessons"),
     "run": ("record", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
     "check": ("check", "check_cmd", "execute a copy of your notebook and judge its exercises"),
@@ -26,17 +22,10 @@ COMMANDS = {
 LESSON = {"metavar": "LESSON", "help": "06, roofline or 06_roofline"}
 
 
-class Parser(argparse.ArgumentParser):
-    "argparse with bad input answered in one line."
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what it takes)\n")
-
-
 def parser():
     "The parser of the command line."
-    top = Parser(prog="course", description="A course of notebooks on making training fast.")
-    subs = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    top = argparse.ArgumentParser(prog="course", description="A course of notebooks on making training fast.")
+    subs = top.add_subparsers(dest="command", metavar="COMMAND")
     add = {name: subs.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
            for name, (_, _, about) in COMMANDS.items()}  # fmt: skip
     yes = {"action": "store_true"}

@@ -5,7 +5,6 @@ gives no verdict on the cells that follow a time-out or a dead kernel.
 """
 
 import contextlib
-import functools
 import os
 import queue
 import signal
@@ -29,41 +28,17 @@ except ImportError as e:
 CODE = str(Path(__file__).resolve().parent.parent.parent)
 FLOOD = 20_000_000  # characters of output at which a cell is stopped
 GRACE = 3  # seconds from an interrupt to a kill
-# What is kept of a message that is an output.
-OUTPUTS = {"stream": ("name", "text"), "error": ("ename", "evalue", "traceback")}
-OUTPUTS |= {"display_data": ("data", "metadata"), "execute_result": ("data", "metadata", "execution_count")}
 
 
 @dataclass
 class Ran:
-    "What came of one cell. `stopped` says which limit ended it; `alive`, whether its kernel can go on."
+    "What came of one cell. `error` is one line; `alive` says whether its kernel can go on."
 
     outputs: list
     count: int | None = None
-    ename: str = ""
-    evalue: str = ""
-    stopped: str = ""
+    error: str = ""
     alive: bool = True
     seconds: float = 0.0
-
-    @property
-    def error(self):
-        "The failure in one line, or ''."
-        first = (self.evalue.strip().splitlines() or [""])[0][:400]
-        return self.stopped or (f"{self.ename}: {first}" if first else self.ename)
-
-    @property
-    def stdout(self):
-        return "".join(o["text"] for o in self.outputs if o.get("name") == "stdout")
-
-
-@functools.cache
-def has_cuda():
-    "Whether a kernel here finds a CUDA device. Asked in another process: torch is not imported for it."
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return False
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 class _ThisEnvironment(KernelSpecManager):
@@ -116,10 +91,10 @@ class Session:
             seconds = time.monotonic() - began
             if seconds > kill_at:
                 self._kill()
-            elif not ran.stopped and (why := self._over_limit(seconds)):
+            elif not ran.error and (why := self._over_limit(seconds)):
                 # What eats memory may not react in time.
                 kill_at = seconds + GRACE * ("memory" not in why)
-                ran.stopped = f"{why} and was stopped"
+                ran.error = f"{why} and was stopped"
                 self._manager.interrupt_kernel()
             try:
                 message = self._client.get_iopub_msg(timeout=0.1)
@@ -130,31 +105,36 @@ class Session:
             except queue.Empty:
                 ran.alive = self._manager.is_alive()
         ran.seconds, ran.count = time.monotonic() - began, reply.get("execution_count")
-        ran.outputs = _merged(ran.outputs)
-        if reply.get("status") == "error":  # an unknown magic sends no error output
-            ran.ename, ran.evalue = reply["ename"], reply["evalue"]
-        if not ran.alive and not ran.stopped:
+        if not ran.alive and not ran.error:
             code = self._manager.provisioner.process.poll() or 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-            ran.stopped = f"the kernel died {how}"
+            ran.error = f"the kernel died {how}"
         if any(p.get("source") == "ask_exit" for p in reply.get("payload", [])):
-            ran.stopped, ran.alive = "exit() or quit() ended the kernel; remove it", False
+            ran.error, ran.alive = "exit() or quit() ended the kernel; remove it", False
+        if reply.get("status") == "error" and not ran.error:  # an unknown magic sends no error output
+            ran.error = ": ".join([reply["ename"], *reply["evalue"].strip().splitlines()[:1]])[:400]
         return ran
 
     def _take(self, kind, content):
         "Keep what a message says; returns whether it ends the cell."
-        outputs, name = self._ran.outputs, content.get("transient", {}).get("display_id")
+        outputs, name = (
+            self._ran.outputs,
+            content.pop("transient", {}).get("display_id") or content.get("name"),
+        )
+        self._printed += len(content.get("text", ""))
         if kind == "comm_msg":  # a widget of type Output takes what comes while its msg_id is set
             self._widget = content["data"].get("state", {}).get("msg_id", self._widget)
         elif kind == "clear_output" and not self._widget:
             outputs.clear()
+            self._shown.clear()
         elif kind == "update_display_data" and name in self._shown:
             self._shown[name]["data"] = content["data"]
-        elif kind in OUTPUTS and not self._widget:
-            self._printed += len(content.get("text", ""))
-            if self._printed <= FLOOD:
-                outputs.append({"output_type": kind, **{k: content[k] for k in OUTPUTS[kind]}})
+        elif kind in ("stream", "error", "display_data", "execute_result") and not self._widget:
+            if kind != "stream" or name not in self._shown:  # one stdout and one stderr, where its first was
+                outputs.append({"output_type": kind, **content} | ({"text": []} if kind == "stream" else {}))
                 self._shown[name] = outputs[-1]
+            if kind == "stream" and self._printed <= FLOOD:
+                self._shown[name]["text"].append(content["text"])
         return kind == "status" and content["execution_state"] == "idle"
 
     def _over_limit(self, seconds):
@@ -178,16 +158,3 @@ class Session:
 
     def _kill(self):
         list(self._each(psutil.Process.kill))
-
-
-def _merged(outputs):
-    "One stdout and one stderr, each where its first was; what a carriage return overwrote is gone."
-    merged, texts = {}, {}
-    for i, out in enumerate(outputs):
-        name = out["name"] if out["output_type"] == "stream" else i
-        merged.setdefault(name, out)
-        texts.setdefault(name, []).append(out.get("text", ""))
-    for name in {"stdout", "stderr"} & set(merged):
-        lines = "".join(texts[name]).split("\n")
-        merged[name]["text"] = "\n".join(line.removesuffix("\r").rsplit("\r", 1)[-1] for line in lines)
-    return list(merged.values())

@@ -83,19 +83,11 @@ def reset_cmd(args):
     path = notebook.lessons()[notebook.resolve(args.lesson)]
     fresh, old, target = notebook.load(path), copy_of(path, args.work), args.work / path.name
     args.work.mkdir(parents=True, exist_ok=True)
-    kept = _free_name(old) if os.path.lexists(old) else None
-    if kept:
+    if os.path.lexists(old):
+        stem, suffixes = f"{old.stem}.{datetime.date.today()}", (f".{n}" for n in itertools.count(2))
+        names = (old.with_name(f"{stem}{suffix}.ipynb") for suffix in itertools.chain([""], suffixes))
+        kept = next(p for p in names if not os.path.lexists(p))
         old.rename(kept)
-    try:
-        notebook.save(fresh, target)
-    except BaseException:
-        if kept:
-            kept.rename(old)
-        raise
-    print(f"{target} is fresh" + (f"; yours is kept as {kept.name}" if kept else ""))
-
-
-def _free_name(path):
-    stem = f"{path.stem}.{datetime.date.today().isoformat()}"
-    names = (path.with_name(f"{stem}{f'.{n}' if n > 1 else ''}{path.suffix}") for n in itertools.count(1))
-    return next(p for p in names if not os.path.lexists(p))
+        print(f"yours is kept as {kept.name}")
+    notebook.save(fresh, target)
+    print(f"{target} is fresh")

@@ -22,11 +22,7 @@ NO_PROSE = re.compile(rf"{CODE}|\$\$.*?\$\$|\$[^$\n]+\$|<(?!!--)[^<>]*>", re.DOT
 
 
 def like(printed, value):
-    """`value` printed the way the number `printed` is: as many significant digits, two at the least.
-
-    >>> like("4.3", 4.271), like("5", 4.271), like("1,156", 987.6)
-    ('4.3', '4.3', '987.6')
-    """
+    "`value` printed the way the number `printed` is: as many significant digits, two at the least."
     digits = len(printed.lstrip("-−").replace(",", "").replace(".", "").lstrip("0"))
     rounded = Decimal(f"{float(value):.{max(digits, 2) - 1}e}")
     was_long = abs(Decimal(printed.replace(",", "").replace("−", "-"))) >= 1000

@@ -17,7 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from course_lib import recorded
+import torch
+
+from course_lib import machine, recorded
 from course_lib.authoring import kernel, notebook, outputs, prose, rules, stamps
 from course_lib.authoring.notebook import CourseError
 
@@ -29,13 +31,13 @@ def worked(words):
 
 
 def execute(nb, name, env=None):
-    """Execute the code cells of the worked notebook `nb` in order, until one fails, under the name `name`.
+    """Execute the code cells of the worked notebook `nb` in order; `name` is for the lines that are printed.
 
-    Returns ({cell's id: kernel.Ran}, {noted figure: its row}, the failure in a sentence or ''). Cells run in
-    a temporary folder, so that they write nothing into the repository. `env` adds variables.
+    Returns ({cell's id: kernel.Ran}, {noted figure: its row}); raises CourseError where a cell fails. Cells
+    run in a temporary folder, so that they write nothing into the repository. `env` adds variables.
     """
     cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
-    done, figures, failure = {}, {}, ""
+    done, figures = {}, {}
     with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
         notes, folder = Path(scratch, "figures.jsonl"), Path(scratch, "nbs")
         folder.mkdir()
@@ -44,29 +46,26 @@ def execute(nb, name, env=None):
                 ran = done[cell["id"]] = session.execute(notebook.source(cell))
                 print(f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s", flush=True)
                 if ran.error:
-                    failure = f"{name}, cell `{cell['id']}`: {ran.error}"
-                    break
+                    raise CourseError(f"{name}, cell `{cell['id']}`: {ran.error}")
         if notes.exists():
             rows = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
             figures = {row.pop("name"): row for row in rows}
-    return done, figures, failure
+    return done, figures
 
 
 def run_cmd(args):
     "Execute worked lessons; writes nothing into the repository. Returns 1 if a cell failed."
     if not (args.lessons or args.all):
         raise CourseError("name a lesson, or use --all")
-    failures = []
+    status = 0
     for path in worked(args.lessons):
-        done, figures, failure = execute(notebook.load(path), path.stem)
-        failures += [failure] if failure else []
-        print(recorded.compare(path.stem[3:], figures))
-        print(
-            f"{path.stem}: {len(done)} cells in {sum(r.seconds for r in done.values()):.0f} s\n", flush=True
-        )
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return int(bool(failures))
+        try:
+            _, figures = execute(notebook.load(path), path.stem)
+            print(recorded.compare(path.stem[3:], figures), end="\n\n", flush=True)
+        except CourseError as e:
+            print(e, file=sys.stderr)
+            status = 1
+    return status
 
 
 def record_cmd(args):
@@ -74,7 +73,7 @@ def record_cmd(args):
     if not (args.lessons or args.cpu or args.check):
         raise CourseError("name the lessons to record; with --cpu or --check no name means all of them")
     paths = worked(args.lessons)
-    if not (args.cpu or args.check or kernel.has_cuda()):
+    if not (args.cpu or args.check or machine.has_gpu()):
         raise CourseError("figures are recorded on a GPU, and there is no CUDA device here; --cpu needs none")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -94,9 +93,10 @@ def behind(nb):
     "What a recording of the worked notebook `nb` would bring up to date, as sentences; nothing for a draft."
     if notebook.is_draft(nb):
         return []
-    figures = notebook.stamp(nb).get("figures", {})
+    old, figures = (notebook.stamp(nb).get(key, {}) for key in ("cells", "figures"))
+    stale = [name for name, now in stamps.hashes(nb).items() if old.get(name) != now]
     missing = [name for name in prose.noted(nb) if not fnmatch.filter(figures, name)]
-    found = {"cells changed since they were recorded": stamps.stale(nb), "figures not recorded": missing}
+    found = {"cells changed since they were recorded": stale, "figures not recorded": missing}
     return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
 
 
@@ -113,10 +113,10 @@ def _record(path, args):
     rules.check(nb, path.stem)
     source = None if args.cpu else _provenance(args)
     env = {"COURSE_RECORDING": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
-    done, figures, failure = execute(nb, path.stem, env)
-    count = store(nb, done, figures, source) if not failure else 0
-    if failure := failure or "; ".join(f"{path.stem}: {found}" for found in outputs.problems(nb)):
-        raise CourseError(f"{failure}; nothing was recorded")
+    done, figures = execute(nb, path.stem, env)
+    count = store(nb, done, figures, source)
+    if found := outputs.problems(nb):
+        raise CourseError(f"{path.stem}: {found[0]}; nothing was recorded")
     notebook.save(nb, args.out / path.name if args.out else path)
     lines = [f"{path.stem}: {count} cells and {len(figures) if source else 0} figures recorded"]
     return "\n  ".join(lines + prose.problems(nb, notebook.stamp(nb).get("figures", {})))
@@ -157,10 +157,6 @@ def store(nb, done, noted, source):
 
 def _about():
     "The machine and the versions of a recording."
-    import torch
-
-    from course_lib import machine
-
     gpus = torch.cuda.device_count()
     name = f"{gpus} × " * (gpus > 1) + machine.name()
     versions = {"triton": machine.triton_version(), "python": platform.python_version()}
@@ -169,8 +165,6 @@ def _about():
 
 def _side_by_side(paths, args):
     "Record each lesson in a process with a GPU and cores of its own; afterwards those that need all GPUs."
-    import torch
-
     count, cores = torch.cuda.device_count(), sorted(os.sched_getaffinity(0))
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
     free = queue.SimpleQueue()
@@ -198,17 +192,13 @@ def _provenance(args):
     "{commit, clean} of the library: from git, or as the caller says. The notebook holds its own code."
     if args.commit and not re.fullmatch(r"[0-9a-f]{7,40}", args.commit):
         raise CourseError(f"--commit {args.commit!r} is not a commit; expected 7 to 40 hexadecimal digits")
-    head = _git("rev-parse", "--verify", "HEAD").strip()
-    if not (head or args.commit):
+    commit = args.commit or _git("rev-parse", "HEAD").strip()
+    if not commit:
         raise CourseError("there is no git here to ask for the commit: name it, as in --commit abc1234")
-    if not head:
-        return {"commit": args.commit, "clean": not args.dirty}
-    if not head.startswith(args.commit or ""):
-        raise CourseError(f"--commit {args.commit} is not what is checked out here, {head[:10]}")
     changed = _git("status", "--porcelain", "--", "course_lib", "pyproject.toml")[3:].partition("\n")[0]
     if changed and not args.dirty:
         raise CourseError(f"{changed} differs from the last commit: commit first, or say --dirty")
-    return {"commit": head, "clean": not (changed or args.dirty)}
+    return {"commit": commit, "clean": not (changed or args.dirty)}
 
 
 def _git(*words):

@@ -100,12 +100,6 @@ def hashes(nb):
     return found
 
 
-def stale(nb):
-    "The ids of the code cells that have changed since they were recorded, or were never recorded."
-    recorded = notebook.stamp(nb).get("cells", {})
-    return [name for name, now in hashes(nb).items() if recorded.get(name) != now]
-
-
 def library(path):
     "The code behind a dotted path into course_lib, with what it reads in its own file: {path: code}."
     module, parts = path, []
