@@ -72,11 +72,11 @@ def readme(lessons):
         c = nb["metadata"]["course"]
         row = stem[:2], f"[{c['title']}](lessons/{stem}.ipynb)", c["minutes"], c["needs"]
         parts.setdefault(c["part"], []).append([*row, len(notebook.exercises(nb))])
-    body = "None yet.\n"
-    if parts:
-        head = "|  | lesson | minutes | needs | exercises |\n| --- | --- | --: | --- | --: |\n"
-        rows = {part: "".join(f"| {' | '.join(map(str, row))} |\n" for row in parts[part]) for part in parts}
-        body = "\n".join(f"**{part}**\n\n{head}{table}" for part, table in rows.items())
+    head = "|  | lesson | minutes | needs | exercises |\n| --- | --- | --: | --- | --: |\n"
+    tables = {
+        part: "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows) for part, rows in parts.items()
+    }
+    body = "\n".join(f"**{part}**\n\n{head}{table}" for part, table in tables.items())
     text = (notebook.ROOT / "README.md").read_text(encoding="utf-8")
     found = re.fullmatch(r"(.*<!-- lessons -->).*(<!-- /lessons -->.*)", text, re.DOTALL)
     if not found:
@@ -116,7 +116,7 @@ def build_cmd(args):
             print(f"removed {name}: it has no source in nbs/")
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            notebook.write(files[path], path)
+            notebook.save(files[path], path)
             print(f"wrote {name}")
     if not behind:
         print("everything derived is up to date")

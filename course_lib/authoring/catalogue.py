@@ -53,7 +53,7 @@ def save_progress(work, topic, lesson, verdicts):
     mine = {name: {**rows[title], "title": title} for name, title in exercises.items() if title in rows}
     if {**before, **mine} != before:
         text = json.dumps({**before, **mine}, indent=1, sort_keys=True, ensure_ascii=False)
-        notebook.write(text + "\n", work / ".progress.json")
+        notebook.save(text + "\n", work / ".progress.json")
 
 
 def published():
@@ -112,11 +112,7 @@ def doctor_cmd(args):
     "Print what this machine is and what it measures."
     from course_lib import machine  # imports torch
 
-    print(machine_text(machine.report()))
-
-
-def machine_text(found):
-    "`machine.report()` as text."
+    found = machine.report()
     can, sheet, gpu = found["abilities"], found["datasheet"] or {}, found["gpu_memory_bytes"]
     where = {"gpu": "on the GPU", "interpreter": "in the interpreter", None: "not here"}[can["triton"]]
     builds = "builds here" if can["compile"] else "can't build here: no C++ compiler or Python headers"
@@ -133,7 +129,7 @@ def machine_text(found):
         "launch cost": f"{found['launch_seconds'] * 1e6:.1f} µs to enqueue one tiny operator",
         "cells for a GPU": "run" if can["gpu"] else "print one line each",
     }
-    return "\n".join(f"{name:<15} {value}" for name, value in rows.items())
+    print("\n".join(f"{name:<15} {value}" for name, value in rows.items()))
 
 
 def _rate(value, unit, peak):

@@ -15,15 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from ipykernel.kernelspec import RESOURCES, get_kernel_dict
+from jupyter_client import KernelManager
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 
 from course_lib.authoring.notebook import CourseError
-
-try:
-    from ipykernel.kernelspec import RESOURCES, get_kernel_dict
-    from jupyter_client import KernelManager
-    from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-except ImportError as e:
-    raise CourseError(f"{e.name} is not installed for {sys.executable}: `pip install -e .[dev]`") from None
 
 CODE = str(Path(__file__).resolve().parent.parent.parent)
 FLOOD = 20_000_000  # characters of output at which a cell is stopped
@@ -117,22 +113,21 @@ class Session:
 
     def _take(self, kind, content):
         "Keep what a message says; returns whether it ends the cell."
-        outputs, name = (
-            self._ran.outputs,
-            content.pop("transient", {}).get("display_id") or content.get("name"),
-        )
+        name = content.pop("transient", {}).get("display_id") or content.get("name")
         self._printed += len(content.get("text", ""))
         if kind == "comm_msg":  # a widget of type Output takes what comes while its msg_id is set
             self._widget = content["data"].get("state", {}).get("msg_id", self._widget)
         elif kind == "clear_output" and not self._widget:
-            outputs.clear()
+            self._ran.outputs.clear()
             self._shown.clear()
         elif kind == "update_display_data" and name in self._shown:
             self._shown[name]["data"] = content["data"]
         elif kind in ("stream", "error", "display_data", "execute_result") and not self._widget:
             if kind != "stream" or name not in self._shown:  # one stdout and one stderr, where its first was
-                outputs.append({"output_type": kind, **content} | ({"text": []} if kind == "stream" else {}))
-                self._shown[name] = outputs[-1]
+                self._shown[name] = {"output_type": kind, **content} | (
+                    {"text": []} if kind == "stream" else {}
+                )
+                self._ran.outputs.append(self._shown[name])
             if kind == "stream" and self._printed <= FLOOD:
                 self._shown[name]["text"].append(content["text"])
         return kind == "status" and content["execution_state"] == "idle"

@@ -41,19 +41,14 @@ def dump(nb):
     return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
-def save(nb, path):
-    "Write a notebook, as `write` does."
-    write(dump(nb), path)
-
-
-def write(text, path):
-    """Write a text file so that a full disk leaves the old one whole.
+def save(data, path):
+    """Write a notebook, or a text, so that a full disk leaves the old file whole.
 
     Raises CourseError where the folder is read-only or the disk is full.
     """
     try:
         with files.replacing(path) as tmp:
-            tmp.write_bytes(text.encode())
+            tmp.write_bytes((data if isinstance(data, str) else dump(data)).encode())
     except OSError as e:
         raise CourseError(f"{path} can't be written ({e.strerror}); nothing was lost") from None
 
