@@ -141,7 +141,7 @@ def test_what_pretends_to_pass_does_not(toy, run):
 
 def test_limits_of_time_memory_and_output(toy, run, monkeypatch):
     toy.solve()
-    deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True:\n    pass"
+    deaf = "import signal\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    while True:\n        pass"
     grows = "kept = []\n    while True:\n        kept.append(b'x' * 10_000_000)"
     with toy.cells() as cells:
         cells["ex1-stub"]["source"] = "def double(x):\n    while True:\n        pass"
@@ -155,14 +155,10 @@ def test_limits_of_time_memory_and_output(toy, run, monkeypatch):
     for body, why in ((grows, "it used more than 0.6 GB of memory"), (deaf, "time limit"),
                       ("import ctypes; ctypes.string_at(0)", "the kernel died by SIGSEGV")):  # fmt: skip
         with toy.cells() as cells:
-            cells["ex1-stub"]["source"] = f"def double(x):\n    {body}".replace(
-                "\nsignal", "\n    signal"
-            ).replace("\nwhile True:\n    pass", "\n    while True:\n        pass")
+            cells["ex1-stub"]["source"] = f"def double(x):\n    {body}"
         status, table, _, _ = run(timeout=2 if body == deaf else 30)
         assert status == 1 and table["toy.1"].startswith(f"not passed: {why}")
-        assert table["toy.3"].startswith(
-            "not passed: not judged, for the kernel ended before it; cell `ex1-check`"
-        )
+        assert "not judged, for the kernel ended before it; cell `ex1-check`" in table["toy.3"]
 
 
 DAMAGED = {

@@ -56,9 +56,7 @@ def test_list(course_root, said):
     assert said("list", "--work", course_root / "elsewhere")[1].endswith("Next: course lab 01\n")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"tiny.1": true}', '{"tiny.1": {}}', "[" * 100_000, "\x00"]
-)
+@pytest.mark.parametrize("text", ["{", "[]", '{"tiny.1": true}', '{"tiny.1": {}}', "[" * 100_000])
 def test_damaged_progress_is_no_progress(course_root, said, text):
     progress(course_root, text)
     status, out, _ = said("list")

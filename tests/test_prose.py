@@ -19,15 +19,11 @@ FIGURES = {
         ("4.27", 3.9012, "3.90"),
         ("4.3", 4.2713, "4.3"),
         ("5", 4.2713, "4.3"),  # two digits at the least
-        ("0.39", 0.4051, "0.41"),
         ("0.05", 0.0512, "0.051"),
-        ("306", 33.2, "33.2"),
         ("306", 1256, "1,260"),
         ("1,156", 987.64, "987.6"),
         ("2048", 4096.0, "4096"),
-        ("12", 99.7, "100"),
         ("−1.5", -2.04, "−2.0"),
-        ("-1.5", 2.04, "2.0"),
         ("1.5", 0.0, "0.0"),
     ],
 )
@@ -50,7 +46,6 @@ def test_tagged_numbers_are_renewed_and_nothing_else():
     "text, sentence",
     [
         ("4.27<!--toy.copy_tbps--> TB/s", None),
-        ("4.3<!--toy.copy_tbps-->&nbsp;TB/s", None),
         ("down by −0.012<!--toy.drop--> %", None),
         ("4.28<!--toy.copy_tbps--> TB/s", "4.28 is tagged toy.copy_tbps, which is 4.27 now"),
         ("4.27<!--toy.copy_gbps--> TB/s", "4.27 is tagged toy.copy_gbps, which is not recorded"),

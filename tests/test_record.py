@@ -271,15 +271,10 @@ def test_side_by_side_each_lesson_has_a_gpu_and_cores_of_its_own(course, monkeyp
             return int(self.name == "02_b")
 
     monkeypatch.setattr(record.subprocess, "Popen", Process)
-    for number, slug, more in (
-        ("01", "a", {}),
-        ("02", "b", {}),
-        ("03", "c", {"gpus": "all"}),
-        ("04", "d", {}),
-    ):
-        nb = small_course.worked(slug=slug)
-        nb["metadata"]["course"] |= more
-        small_course.put(course, nb, f"{number}_{slug}.ipynb")
+    for name in ("01_a", "02_b", "03_c", "04_d"):
+        nb = small_course.worked(slug=name[3:])
+        nb["metadata"]["course"] |= {"gpus": "all"} if name == "03_c" else {}
+        small_course.put(course, nb, f"{name}.ipynb")
     path(course).unlink()
     assert record.record_cmd(args("a", "b", "c", "d", parallel=True, out=course / "out")) == 1
     assert sorted(name for name, *_ in started[:2]) == ["01_a", "02_b"]
