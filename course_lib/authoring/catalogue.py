@@ -52,8 +52,7 @@ def save_progress(work, topic, lesson, verdicts):
     before = progress(work)
     mine = {name: {**rows[title], "title": title} for name, title in exercises.items() if title in rows}
     if {**before, **mine} != before:
-        text = json.dumps({**before, **mine}, indent=1, sort_keys=True, ensure_ascii=False)
-        notebook.save(text + "\n", work / ".progress.json")
+        notebook.save({**before, **mine}, work / ".progress.json")
 
 
 def published():

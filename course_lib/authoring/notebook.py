@@ -37,12 +37,12 @@ def load(path):
 
 
 def dump(nb):
-    "A notebook as text: sorted keys, one-space indent, a newline at the end, as nbformat writes it."
+    "JSON data as text: sorted keys, one-space indent, a newline at the end, as nbformat writes it."
     return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def save(data, path):
-    """Write a notebook, or a text, so that a full disk leaves the old file whole.
+    """Write JSON data, or a text, so that a full disk leaves the old file whole.
 
     Raises CourseError where the folder is read-only or the disk is full.
     """

@@ -69,6 +69,6 @@ def problems(nb):
         if notebook.is_marked(c) and not (outs and c.get("execution_count")):
             found.append(f"cell `{c['id']}` is compared and has no output: run `course record --cpu`")
         if clean(outs) != outs or any(out["output_type"] == "error" for out in outs):
-            what = "an error, a widget, a progress bar, a path or a name of one machine"
-            found.append(f"cell `{c['id']}` stores what `course record` leaves out: {what}")
+            what = "an error, a widget, a progress bar, or a path or name of one machine"
+            found.append(f"cell `{c['id']}` stores {what}, which `course record` leaves out")
     return found

@@ -1,7 +1,6 @@
-"""Numbers in a lesson's text that come from somewhere: `4.27<!--roofline.copy_tbps--> TB/s`.
+"""Numbers in a lesson's text carry their source: `4.27<!--roofline.copy_tbps--> TB/s`, a figure's name.
 
-A number from a recording carries its figure's name, one from a source `<!--cited-->`, one that is a
-definition or an instruction `<!--given-->`.
+One from elsewhere carries `<!--cited-->`, one that is a definition or an instruction `<!--given-->`.
 """
 
 import re
