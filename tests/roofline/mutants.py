@@ -162,9 +162,9 @@ def by_doubling(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
 
 
 def by_times_of_a_row(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
-    "Right: seconds of the weights over seconds that each row gains; a float that is whole."
+    "Right: seconds of the weights over seconds that each row gains."
     gained = 2 * fan_in * fan_out / peak_flops - itemsize * (fan_in + fan_out) / peak_bytes
-    return None if gained <= 0 else float(math.ceil(itemsize * fan_in * fan_out / peak_bytes / gained))
+    return None if gained <= 0 else math.ceil(itemsize * fan_in * fan_out / peak_bytes / gained)
 
 
 def weights_alone(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
