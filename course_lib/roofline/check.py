@@ -195,10 +195,10 @@ def mfu(answer):
         # On long sequences attention is a large part; short ones show how many keys a token meets.
         seq = random.randrange(2_000, 4_000) if case % 2 else random.randrange(3, 10, 2)
         model = roofline.Transformer(layers, width, ffn, vocab if case % 2 else seq, seq)
-        gpus, dense = random.randrange(2, 3_000) if case else 1, 10 ** random.uniform(11, 15)
+        gpus, dense = random.randrange(2, 3_000) if case % 4 else 1, 10 ** random.uniform(11, 15)
         want, token = 0.99 if case == 5 else random.uniform(0.15, 0.9), _causal_flops(model) / seq
         rate = want * gpus * dense / token
-        if case == 0:  # exactly the peak, which is possible
+        if case == 4:  # exactly the peak, which is possible
             want, rate, dense = 1.0, 2.0**20, 2.0**20 * token
         peaks = {"sparse": random.uniform(1.7, 2.3) * dense, "dense": dense}
         peaks = peaks if case % 2 else dict(reversed(peaks.items()))
