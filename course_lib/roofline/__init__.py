@@ -155,21 +155,19 @@ def gpu_reader():
         return float(mhz), float(watts), int(bits, 16)
 
     def nvml():
+        import pynvml
+
+        pynvml.nvmlInit()  # again: only counts
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         power = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_POWER_INSTANT])[0]
         bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
         mhz = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
-        return mhz, power.value.uiVal / 1e3 if power.nvmlReturn == 0 else smi()[1], bits
+        return mhz, power.value.uiVal / 1e3, bits
 
-    with contextlib.suppress(Exception):  # neither package nor driver is promised
-        import pynvml
-
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        nvml()
-        return nvml
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        smi()
-        return smi
+    for read in (nvml, smi):
+        with contextlib.suppress(Exception):  # neither the package nor the program is promised
+            read()
+            return read
     return None
 
 
