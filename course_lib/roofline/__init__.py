@@ -141,10 +141,7 @@ SLOWED = {0x4: "power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80:
 
 
 def gpu_reader():
-    """A function that gives the current GPU's clock in MHz, power in W and what slows its clock, or None.
-
-    By NVML where nvidia-ml-py is installed, in less than a millisecond; else by a process of nvidia-smi.
-    """
+    "A function that reads the GPU: clock in MHz, power in W, what slows it (bits). By NVML, or nvidia-smi."
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
     def smi():

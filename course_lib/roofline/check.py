@@ -102,8 +102,7 @@ def _slips(rows, name, gpu):
 
 @core.exercise("roofline.2", "milliseconds by class right for a real profile of a CPU and 15 of a GPU")
 def class_ms(answer):
-    names = (*roofline.CLASSES, "other")
-    for case in range(16):
+    for case, names in enumerate([(*roofline.CLASSES, "other")] * 16):
         steps = random.choice([2, 3, 5])
         rows, want = _gpu_profile() if case else _cpu_profile(steps)
         what = f"of a {'GPU' if case else 'CPU'}'s profile of {steps} steps"
@@ -192,8 +191,7 @@ def mfu(answer):
         rate = want * gpus * dense / token
         if case == 4:  # exactly the peak, which is possible
             want, rate, dense = 1.0, 2.0**20, 2.0**20 * token
-        peaks = {"sparse": random.uniform(1.7, 2.3) * dense, "dense": dense}
-        peaks = peaks if case % 2 else dict(reversed(peaks.items()))
+        peaks = dict(random.sample([("sparse", random.uniform(1.7, 2.3) * dense), ("dense", dense)], 2))
         what = f"mfu of {model}, causal, at {rate:,.0f} tokens/s, gpus={gpus}, dense peak {dense:.4g}"
         try:
             got = core.number(core.call(answer, model, rate, gpus, dict(peaks)), what)
@@ -219,8 +217,8 @@ def stopwatch(answer):
         if runs >= 5:
             warm[random.randrange(runs)] = random.uniform(0.5, 1.0)  # somebody else used the GPU
         gpu = roofline.VirtualGPU([*cold, *warm, 9.0], launch, backlog=random.uniform(1, 5))
-        gpu.now = start = random.uniform(10, 1000)
-        gpu.busy_until += start
+        gpu.now = random.uniform(10, 1000)
+        gpu.busy_until += gpu.now
         got = core.call(answer, gpu.run, gpu.clock, gpu.synchronize, warmup, runs)
         _judge(got, gpu, launch, cold, warm)
 

@@ -12,16 +12,15 @@ BLUE, ORANGE, GREEN, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[2], s
 
 def recorded_classes(name):
     "A recorded figure of each class, {class: value}, or None; `name` has a {} for the class."
-    if "COURSE_RECORDING" in os.environ:  # the figures of this run are about to replace those
-        return None
     found = {c: recorded.get("roofline." + name.format(c)) for c in CLASSES}
-    return {c: f["value"] for c, f in found.items()} if all(found.values()) else None
+    replaced = "COURSE_RECORDING" in os.environ  # by those of this run
+    return {c: f["value"] for c, f in found.items()} if all(found.values()) and not replaced else None
 
 
 def draw_classes(*panels):
     "Stacked bars: panels of (label of the axis, {label: {class: value}}), the first bar on top."
-    rows = len(panels[0][1])
-    fig, axes = show.axes(1, len(panels), figsize=(6.8, 1.2 + 0.4 * rows), sharey=True, squeeze=False)
+    height = 1.2 + 0.4 * len(panels[0][1])
+    fig, axes = show.axes(1, len(panels), figsize=(6.8, height), sharey=True, squeeze=False)
     for ax, (xlabel, bars) in zip(axes[0], panels, strict=True):
         totals = [sum(b.values()) for b in bars.values()]
         left = [0] * len(bars)
@@ -66,8 +65,8 @@ def draw_copies(curves):
     for label, rates in curves.items():
         ax.semilogx(list(rates), [r / 1e9 for r in rates.values()], "o-", label=label)
     ticks = {2**14: "16 kB", 2**18: "256 kB", 2**22: "4 MB", 2**26: "64 MB", 2**30: "1 GB"}
-    low, high = min(map(min, curves.values())), max(map(max, curves.values()))
-    ticks = {b: t for b, t in ticks.items() if low <= b <= high}
+    sizes = {b for rates in curves.values() for b in rates}
+    ticks = {b: t for b, t in ticks.items() if min(sizes) <= b <= max(sizes)}
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.minorticks_off()
     ax.set(xlabel="bytes of one buffer", ylabel="GB/s, read + written", ylim=(0, None))
@@ -143,7 +142,6 @@ def draw_rates(rates, unit):
     for row, v in enumerate(rates.values()):
         ax.text(v, row, f" {v:.3g}", va="center")
     ax.invert_yaxis()
-    ax.grid(False)
     ax.set(xlabel=unit, xlim=(0, max(rates.values()) * 1.15))
     return fig
 
