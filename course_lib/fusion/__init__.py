@@ -47,9 +47,9 @@ import torch
 
 from course_lib.fusion.bytes import chain_bytes
 from course_lib.fusion.capturing import capture
-from course_lib.fusion.chain_race import chains, race
 from course_lib.fusion.codegen import Layout, build, kernel_source
 from course_lib.fusion.graph import CannotCapture, CannotFuse, Graph, Node
+from course_lib.fusion.chain_race import chains, race
 from course_lib.meter import operators
 
 __all__ = ["CannotCapture", "CannotFuse", "Cost", "Fused", "Graph", "Node", "capture", "chain_bytes",
