@@ -2,15 +2,25 @@
 import copy
 import math
 import random
+import statistics
 import torch
+from torch.nn import functional as F
 
 
-def warmup_cosine(t, peak, warmup, start, end):
-    "Learning rate at t: a line from start to peak at t = warmup, then half a cosine to end at t = 1."
-    if t < warmup:
-        return start + (peak - start) * t / warmup
-    u = (t - warmup) / (1 - warmup) if warmup < 1 else 0.0
-    return end + (peak - end) * (1 + math.cos(math.pi * u)) / 2
+def train(net, opt, batches):
+    "Train for one step on each batch with a learning rate that changes; the list of the losses."
+    losses = []
+    for k, (x, y) in enumerate(batches):
+        u = (k - 50) / (len(batches) - 50)
+        rate = 0.09 * ((k + 1) / 50 if k < 50 else (1 + math.cos(math.pi * u)) / 2)
+        for group in opt.param_groups:
+            group["lr"] = rate
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
 
 
 def one_cycle(t, peak, warmup, div, div_final, moms):
@@ -26,15 +36,15 @@ def one_cycle(t, peak, warmup, div, div_final, moms):
 
 
 def range_test(model, opt, loss_fn, batches, low, high, steps):
-    "A mock training with growing rate: (a usable rate, the rates, the losses). It leaves no trace."
+    "A trial run with a growing rate: (a usable rate, the rates, the losses). All state is restored."
     state = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     modes = [m.training for m in model.modules()]
     generators = torch.get_rng_state(), random.getstate()
     model.train()
     lrs, losses, smooth, average = [], [], [], 0.0
     supply = (batch for _ in range(steps) for batch in batches)
-    for k in range(steps):
-        x, y = next(supply)
+    for k, (x, y) in zip(range(steps), supply):
         lrs.append(low * (high / low) ** (k / (steps - 1)))
         for group in opt.param_groups:
             group["lr"] = lrs[-1]
@@ -49,8 +59,9 @@ def range_test(model, opt, loss_fn, batches, low, high, steps):
             break
     model.load_state_dict(state[0])
     opt.load_state_dict(state[1])
-    opt.zero_grad()
-    for m, mode in zip(model.modules(), modes, strict=True):
+    for p, grad in zip(model.parameters(), grads):
+        p.grad = grad
+    for m, mode in zip(model.modules(), modes):
         m.training = mode
     torch.set_rng_state(generators[0])
     random.setstate(generators[1])
@@ -79,26 +90,26 @@ def top_eigenvalue(loss, params, iterations):
     return mu if mu >= 0 else mu + largest(mu)
 
 
-def steps_to_target(curves, target, hold):
-    "When each run arrived at the target to stay, None for never; and the median over the runs."
-    each = []
-    for curve in curves:
-        row, arrived = 0, None
-        for k, (_, value) in enumerate(curve):
-            row = row + 1 if value >= target else 0
+def compare(slow, fast, target, hold):
+    "The median of the paired ratios of steps, the ratios by seed, and the runs of each side that never arrive."
+    def reached(curve):
+        row = 0
+        for k, (_, accuracy) in enumerate(curve):
+            row = row + 1 if accuracy >= target else 0
             if row == hold:
-                arrived = curve[k - hold + 1][0]
-                break
-        each.append(arrived)
-    ranked = sorted(math.inf if step is None else step for step in each)
-    middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
-    return each, middle if math.isfinite(middle) else None
+                return curve[k - hold + 1][0]
+        return None
+
+    pairs = {seed: (reached(slow[seed]), reached(fast[seed])) for seed in slow if seed in fast}
+    ratios = {seed: a / b for seed, (a, b) in pairs.items() if a is not None and b is not None}
+    never = tuple(sum(pair[k] is None for pair in pairs.values()) for k in (0, 1))
+    return statistics.median(ratios.values()) if ratios else None, ratios, never
 
 
 EXERCISES = {
-    'schedules.1': ('warmup_cosine',),
+    'schedules.1': ('train',),
     'schedules.2': ('one_cycle',),
     'schedules.3': ('range_test',),
     'schedules.4': ('top_eigenvalue',),
-    'schedules.5': ('steps_to_target',),
+    'schedules.5': ('compare',),
 }
