@@ -45,9 +45,13 @@ def _patches(images, size, stride):
 
 def batches(task, seed, steps, size):
     "`steps` batches (x, y) of `size` samples, drawn with replacement: the batches of `train_many`."
+    order = _order(len(task.train[1]), seed, steps, size).to(task.train[1].device)
+    return [tuple(t[i] for t in task.train) for i in order]
+
+
+def _order(n, seed, steps, size):
     draw = torch.Generator().manual_seed(2**32 + seed)  # another stream than the weights'
-    order = torch.randint(len(task.train[1]), (steps, size), generator=draw)
-    return [tuple(t[i] for t in task.train) for i in order.to(task.train[1].device)]
+    return torch.randint(n, (steps, size), generator=draw)
 
 
 class Nets(nn.Module):
@@ -126,14 +130,12 @@ def train_many(task, plans, seeds, batch=256, every=10, target=None, hold=3, wat
     nets = Nets(seeds, x.shape[-1], task.classes, **net).to(device)
     velocity = [torch.zeros_like(w) for w in nets.parameters()]
     # A plan that has ended has a rate of 0: its weights stay.
-    rates = torch.stack([F.pad(torch.tensor(plan), (0, 0, 0, steps - len(plan))) for plan in plans]).to(
-        device
-    )
-    order = {s: torch.Generator().manual_seed(2**32 + s) for s in set(seeds)}
-    order = {s: torch.randint(len(y), (steps, batch), generator=g).to(device) for s, g in order.items()}
-    alive, held = list(range(len(plans))), [0] * len(plans)
+    padded = [F.pad(torch.tensor(plan), (0, 0, 0, steps - len(plan))) for plan in plans]
+    rates = torch.stack(padded).to(device)
+    order = {s: _order(len(y), s, steps, batch) for s in set(seeds)}
+    picked = torch.stack([order[s] for s in seeds]).to(device)
     curves, losses = [[] for _ in plans], torch.full((len(plans), steps), math.nan, device=device)
-    picked = torch.stack([order[s] for s in seeds])
+    alive, held = torch.arange(len(plans), device=device), [0] * len(plans)
     for step in range(steps):
         chosen = picked[:, step]
         loss = nets.losses(x[chosen], y[chosen])
@@ -150,16 +152,16 @@ def train_many(task, plans, seeds, batch=256, every=10, target=None, hold=3, wat
             watch(step + 1, nets)
         accuracy, finite = nets.accuracy(*task.valid).tolist(), loss.isfinite().tolist()
         going = []
-        for k, run in enumerate(alive):
+        for k, run in enumerate(alive.tolist()):
             curves[run].append((step + 1, accuracy[k]))
             held[run] = held[run] + 1 if target is not None and accuracy[k] >= target else 0
             if finite[k] and accuracy[k] == accuracy[k] and step + 1 < len(plans[run]) and held[run] < hold:
                 going.append(k)
         if len(going) < len(alive):  # only the runs that go on are computed
-            alive = [alive[k] for k in going]
-            if not alive:
+            if not going:
                 break
             nets.keep(going)
+            alive = alive[going]
             velocity, rates, picked = [v[going] for v in velocity], rates[going], picked[going]
     return Runs(curves, losses.cpu())
 

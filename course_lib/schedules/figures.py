@@ -57,16 +57,17 @@ def draw_plans(plans):
 
 
 def draw_range(tests, chance):
-    "Smoothed loss against the learning rate, a panel a test: {title: (pick, rates, smoothed losses)}."
+    "Loss against the learning rate, a panel a test: {title: (pick, rates, losses, smoothed losses)}."
     fig, axes = show.axes(1, len(tests), figsize=(9.6, 3.2))
-    for ax, (title, (pick, rates, smooth)) in zip(axes, tests.items(), strict=True):
-        ax.plot(rates, smooth)
+    for ax, (title, (pick, rates, losses, smooth)) in zip(axes, tests.items(), strict=True):
+        ax.plot(rates, losses, color=show.COLOURS[5], lw=0.7, label="loss of each batch")
+        ax.plot(rates, smooth, label="smoothed")
         at = min(range(len(rates)), key=lambda k: abs(math.log(rates[k] / pick)))
         ax.plot([pick], [smooth[at]], "o", color=show.COLOURS[1], label=f"the pick, {pick:.2g}")
         ax.axhline(chance, color=show.COLOURS[6], ls="--", lw=1, label="the loss of a guess, log 10")
-        ax.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss", title=title)
+        ax.set(xscale="log", xlabel="learning rate", ylabel="training loss", title=title)
         ax.set_ylim(0, 1.2 * max(smooth[0], chance))
-        ax.legend(fontsize=8)
+        ax.legend(fontsize=8, loc="lower left" if smooth[0] < 2 * chance else "upper right")
     return fig
 
 
@@ -85,7 +86,7 @@ def draw_sharpness(arms):
         _sharpness(ax, rows)
         ax.set_title(title)
     axes[0].set_ylabel("λ, and 2 / lr (log scale)")
-    axes[0].legend(fontsize=8, loc="upper right")
+    axes[0].legend(fontsize=8, loc="lower left")
     return fig
 
 
@@ -94,7 +95,7 @@ def view_run(run):
     fig, (left, right) = show.axes(1, 2, figsize=(9.6, 3.6))
     _sharpness(left, run["rows"])
     left.set(ylabel="λ, and 2 / lr (log scale)", xlim=(0, run["steps"]), title=run["verdict"])
-    left.legend(fontsize=8, loc="upper right")
+    left.legend(fontsize=8, loc="lower left")
     curve = [(s, v) for s, v in run["curve"] if v == v]
     right.plot(*(zip(*curve, strict=True) if curve else ([], [])))
     right.axhline(run["target"], color=show.COLOURS[6], ls="--", lw=1)
@@ -111,19 +112,28 @@ def draw_trials(sides, chosen):
     fig, axes = show.axes(1, 2, figsize=(9.6, 4.0), sharey=True)
     top = 1.6 * max(s for trials in sides.values() for each in trials.values() for s in each if s is not None)
     for ax, (title, trials) in zip(axes, sides.items(), strict=True):
-        for colour, length in zip(show.COLOURS, sorted({length for _, length in trials}), strict=False):
+        lengths = sorted({length for _, length in trials})
+        for i, (colour, length) in enumerate(zip(show.COLOURS, lengths, strict=False)):
             row = sorted((rate, *schedules.median(each)) for (rate, n), each in trials.items() if n == length)
             there = [(rate, middle) for rate, middle, _ in row if middle]
-            if there:
-                ax.plot(*zip(*there, strict=True), color=colour, lw=1, label=f"{length} steps")
+            ax.plot(
+                *(zip(*there, strict=True) if there else ([], [])),
+                color=colour,
+                lw=1,
+                label=f"{length} steps",
+            )
             for rate, middle, never in row:
                 fill = {"mfc": "white"} if never else {}
-                ax.plot([rate], [middle or top], "o" if middle else "x", color=colour, ms=5, **fill)
+                at = middle or top * 1.06**i
+                ax.plot([rate], [at], "o" if middle else "x", color=colour, ms=5, **fill)
         middle, _ = schedules.median(trials[chosen[title]])
         ax.plot([chosen[title][0]], [middle], "o", color="black", ms=13, mfc="none", label="chosen")
         ax.set(xscale="log", yscale="log", xlabel="learning rate, or its peak", title=title)
         ax.legend(fontsize=8, loc="lower left")
     axes[0].set_ylabel("median steps to the target\n(hollow: some never; ×: none arrives)")
+    for which in (axes[0].yaxis.set_major_formatter, axes[0].yaxis.set_minor_formatter):
+        which("{x:,.0f}")
+    axes[0].tick_params(axis="y", which="minor", labelsize=7)
     return fig
 
 
