@@ -50,6 +50,8 @@ def _end(answer, task, seed):
     rates = [[float(options["lr"]) for options in groups] for groups in used]
     for k, (a, b) in enumerate(rates):
         core.close(b, a, f"batch {k}: the rate of group 1, where group 0 has {a:.3g} (set it in every group)")
+    known = "one rate for all steps: set `group['lr']` of every group in `opt.param_groups` before each step"
+    core.require(len({a for a, _ in rates}) > 1, f"got {rates[0][0]:.3g}, {known}")
     net, opt = twin
     for k, (x, y) in enumerate(batches[:5]):  # later steps amplify rounding
         loss = F.cross_entropy(net(x), y)

@@ -110,7 +110,8 @@ def draw_trials(sides, chosen):
     none does. The ring marks the `chosen` trial of each side.
     """
     fig, axes = show.axes(1, 2, figsize=(9.6, 4.0), sharey=True)
-    top = 1.6 * max(s for trials in sides.values() for each in trials.values() for s in each if s is not None)
+    there = [s for trials in sides.values() for each in trials.values() for s in each if s is not None]
+    top = 1.6 * max(there)
     for ax, (title, trials) in zip(axes, sides.items(), strict=True):
         lengths = sorted({length for _, length in trials})
         for i, (colour, length) in enumerate(zip(show.COLOURS, lengths, strict=False)):
@@ -129,8 +130,9 @@ def draw_trials(sides, chosen):
         middle, _ = schedules.median(trials[chosen[title]])
         ax.plot([chosen[title][0]], [middle], "o", color="black", ms=13, mfc="none", label="chosen")
         ax.set(xscale="log", yscale="log", xlabel="learning rate, or its peak", title=title)
-        ax.legend(fontsize=8, loc="lower left")
+        ax.legend(fontsize=8, loc="lower left", ncols=2)
     axes[0].set_ylabel("median steps to the target\n(hollow: some never; ×: none arrives)")
+    axes[0].set_ylim(bottom=min(there) / 4)  # room for the legend
     for which in (axes[0].yaxis.set_major_formatter, axes[0].yaxis.set_minor_formatter):
         which("{x:,.0f}")
     axes[0].tick_params(axis="y", which="minor", labelsize=7)
@@ -155,10 +157,10 @@ def draw_race(sides, target, ratios, step_seconds):
             if at is not None:
                 left.plot([at], [dict(curve)[at]], "o", color=colour, ms=5)
     left.axhline(target, color=show.COLOURS[6], ls="--", lw=1)
-    left.set(xscale="log", xlabel="step (log scale)", ylabel="validation accuracy", ylim=(0, None))
+    left.set(xscale="log", xlabel="step (log scale)", ylabel="validation accuracy", ylim=(0, 1.3 * target))
     seconds = left.secondary_xaxis("top", functions=(lambda s: s * step_seconds, lambda t: t / step_seconds))
     seconds.set_xlabel("seconds of training, one network alone", fontsize=8)
-    left.legend(fontsize=8, loc="lower right")
+    left.legend(fontsize=8, loc="upper left")
     values = sorted(ratios.values())
     right.plot(values, range(len(values)), "o", color=show.COLOURS[2])
     right.axvline(1, color=show.COLOURS[6], lw=1, ls="--")

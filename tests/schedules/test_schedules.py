@@ -72,7 +72,9 @@ def test_training_is_torchs_sgd(task, momentum):
 def test_runs_side_by_side_end_one_by_one(task):
     plans = [[(1e30, 0.0)] * 40, [(0.05, 0.0)] * 25, [(0.05, 0.0)] * 200, [(0.01, 0.0)] * 40]
     seen, options = [], {"batch": 64, "target": 0.3, "hold": 2, **SMALL}
-    runs = schedules.train_many(task, plans, [0, 1, 2, 2], watch=lambda _, n: seen.append(len(n.head)), **options)
+    runs = schedules.train_many(
+        task, plans, [0, 1, 2, 2], watch=lambda _, n: seen.append(len(n.head)), **options
+    )
     lost, short, arrived, slow = runs.curves
     assert lost[-1][0] == 10 and math.isnan(lost[-1][1]) and seen[:2] == [4, 3]
     assert short[-1][0] <= 30 and schedules.reached(lost, 0.3, 2) is None
