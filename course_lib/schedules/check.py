@@ -101,18 +101,21 @@ def _cycle(answer, arguments, lr, momentum):
 
 
 @core.exercise(
-    "schedules.3", "rates, losses and pick right in 6 tests, and all state is as it was before them"
+    "schedules.3", "rates, losses and pick right in 8 tests, and all state is as it was before them"
 )
 def range_test(answer):
     for fresh in (False, True):
-        for case in ("explodes", "stays finite", "turns NaN"):
+        for case in ("explodes", "stays finite", "turns NaN", "falls, then rises"):
             _range(answer, case, fresh)
 
 
 def _range(answer, case, fresh):
     while True:  # until other rules for the stop and the pick would give another answer
-        n, steps, nan = random.randint(3, 7), random.randint(25, 40), random.randint(5, 20)
-        nan = nan if case == "turns NaN" else steps
+        n, steps, scale = random.randint(3, 7), random.randint(25, 40), [1.0] * 99
+        if case == "turns NaN":
+            scale[random.randint(5, 20)] = math.nan
+        if case == "falls, then rises":  # above 4 times the lowest, and not 4 times the first
+            scale[1:] = [0.1] * 9 + [4.0] * 89
         low, high = 10 ** random.uniform(-5, -3), 10 ** (random.random() + (1 if case == "explodes" else -2))
         model = nn.Sequential(nn.BatchNorm1d(n), nn.Dropout(0.1), nn.Linear(n, 2), nn.Dropout(0.0))
         groups = [{"params": [*model[i].parameters()], "lr": lr} for i, lr in ((0, 0.002), (2, 0.01))]
@@ -126,13 +129,13 @@ def _range(answer, case, fresh):
         model[3].eval()  # a part of the network that its owner has set apart
         torch.manual_seed(random.randrange(10**6))
         before, calls = _state(model, opt), []
-        want = _swept(*copy.deepcopy((model, opt)), batches, low, high, steps, nan, case == "explodes")
+        want = _swept(*copy.deepcopy((model, opt)), batches, low, high, steps, scale, case == "explodes")
         if want and (len(want[0]) < steps) == (case != "stays finite"):
             break
 
     def loss_fn(out, y):
         calls.append(1)
-        return F.mse_loss(out, y) * (1 + 0.01 * random.random()) * (math.nan if len(calls) == nan + 1 else 1)
+        return F.mse_loss(out, y) * (1 + 0.01 * random.random()) * scale[len(calls) - 1]
 
     torch.set_rng_state(before["torch's random state (torch.get_rng_state)"])
     random.setstate(before["Python's random state (random.getstate)"])
@@ -154,7 +157,7 @@ def _range(answer, case, fresh):
         core.require(_alike(before[name], now), f"after {what} this is not restored: {name}")
 
 
-def _swept(model, opt, batches, low, high, steps, nan, telling):
+def _swept(model, opt, batches, low, high, steps, scale, telling):
     "Rates, losses and pick of a range test that restores nothing; None where a wrong rule may give the same."
     model.train()
     for group in opt.param_groups:
@@ -163,7 +166,7 @@ def _swept(model, opt, batches, low, high, steps, nan, telling):
     lrs, losses, smooth, sums, over = [], [], [], [], []
     for k in range(steps):
         x, y = batches[k % len(batches)]
-        loss = F.mse_loss(model(x), y) * (1 + 0.01 * random.random()) * (math.nan if k == nan else 1)
+        loss = F.mse_loss(model(x), y) * (1 + 0.01 * random.random()) * scale[k]
         opt.zero_grad()
         loss.backward()
         lrs.append(opt.param_groups[0]["lr"])
