@@ -110,8 +110,8 @@ def draw_trials(sides, chosen):
     none does. The ring marks the `chosen` trial of each side.
     """
     fig, axes = show.axes(1, 2, figsize=(9.6, 4.0), sharey=True)
-    there = [s for trials in sides.values() for each in trials.values() for s in each if s is not None]
-    top = 1.6 * max(there)
+    arrived = [s for trials in sides.values() for each in trials.values() for s in each if s is not None]
+    top = 1.6 * max(arrived)
     for ax, (title, trials) in zip(axes, sides.items(), strict=True):
         lengths = sorted({length for _, length in trials})
         for i, (colour, length) in enumerate(zip(show.COLOURS, lengths, strict=False)):
@@ -132,7 +132,7 @@ def draw_trials(sides, chosen):
         ax.set(xscale="log", yscale="log", xlabel="learning rate, or its peak", title=title)
         ax.legend(fontsize=8, loc="lower left", ncols=2)
     axes[0].set_ylabel("median steps to the target\n(hollow: some never; ×: none arrives)")
-    axes[0].set_ylim(bottom=min(there) / 4)  # room for the legend
+    axes[0].set_ylim(bottom=min(arrived) / 4)  # room for the legend
     for which in (axes[0].yaxis.set_major_formatter, axes[0].yaxis.set_minor_formatter):
         which("{x:,.0f}")
     axes[0].tick_params(axis="y", which="minor", labelsize=7)
