@@ -133,9 +133,9 @@ def draw_trials(sides, chosen):
         ax.legend(fontsize=8, loc="lower left", ncols=2)
     axes[0].set_ylabel("median steps to the target\n(hollow: some never; ×: none arrives)")
     axes[0].set_ylim(bottom=min(arrived) / 4)  # room for the legend
-    for which in (axes[0].yaxis.set_major_formatter, axes[0].yaxis.set_minor_formatter):
-        which("{x:,.0f}")
-    axes[0].tick_params(axis="y", which="minor", labelsize=7)
+    axes[0].yaxis.get_major_locator().set_params(subs=[1, 2, 5])
+    axes[0].yaxis.set_major_formatter("{x:,.0f}")
+    axes[0].yaxis.set_minor_formatter("")
     return fig
 
 
