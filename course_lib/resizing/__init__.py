@@ -170,7 +170,11 @@ def explore(small=64, small_share=0.5, loader=0.0, full=128):
         return high / (small_share * low + (1 - small_share) * high)
 
     paces = [k / 50 for k in range(61)]
-    return {
-        **{"small": small, "full": full, "share": small_share, "loader": loader, "paces": paces},
-        **{"costs": costs(loader), "gain": gain(loader), "gains": [gain(pace) for pace in paces]},
+    numbers = {"gain": gain(loader), "gains": [gain(pace) for pace in paces], "paces": paces}
+    return numbers | {
+        "small": small,
+        "full": full,
+        "share": small_share,
+        "loader": loader,
+        "costs": costs(loader),
     }

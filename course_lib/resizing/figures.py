@@ -7,8 +7,7 @@ from course_lib.show import COLOURS, axes
 GREY = "#555555"
 
 
-def _image(ax, image, title):
-    low, high = (0, 255) if not image.is_floating_point() else (image.min().item(), image.max().item())
+def _image(ax, image, title, low=0.0, high=1.0):
     ax.imshow(image[0].cpu().float().numpy(), cmap="gray", interpolation="nearest", vmin=low, vmax=high)
     ax.set_title(title, fontsize=9)
     ax.set_axis_off()
@@ -20,12 +19,12 @@ def draw_sizes(rows):
     fig, grid = axes(len(rows), n, figsize=(1.9 * n, 2 * len(rows)), squeeze=False)
     for (label, images), line in zip(rows.items(), grid, strict=True):
         for ax, image in zip(line, images, strict=True):
-            _image(ax, image, label)
+            _image(ax, image, label, image.min().item(), image.max().item())
     return fig
 
 
 def draw_beside(images):
-    "Images beside each other, each with its label: {label: [1, H, W]}."
+    "Images in 0..1 beside each other, each with its label: {label: [1, H, W]}."
     fig, grid = axes(1, len(images), figsize=(2.1 * len(images), 2.3), squeeze=False)
     for (label, image), ax in zip(images.items(), grid[0], strict=True):
         _image(ax, image, label)
@@ -42,8 +41,7 @@ def draw_reading(curves, trained, chance):
     ax.annotate(
         "trained at this side", (trained, 101), xytext=(4, -8), textcoords="offset points", fontsize=8
     )
-    ax.annotate("guessing", (max(curve), chance), xytext=(0, 3), textcoords="offset points", fontsize=8,
-                ha="right")  # fmt: skip
+    ax.annotate("guessing", (min(curve), chance), xytext=(0, 3), textcoords="offset points", fontsize=8)
     sides = list(curve)
     ax.set_xticks(sides, sides)
     ax.set(xlabel="side at which the letters are read, pixels", ylabel="read right, %", ylim=(0, 102))
@@ -58,7 +56,7 @@ def draw_statistics(stored, found):
         ax.plot(stored, values, "os"[k], color=COLOURS[k], label=label, alpha=0.8)
     ends = min(stored), max(stored)
     ax.plot(ends, ends, ":", color=GREY, label="equal")
-    ax.set(xscale="log", yscale="log", xlabel="standard deviation that batch norm has stored",
+    ax.set(xlabel="standard deviation that batch norm has stored",
            ylabel="standard deviation now", title="The channels of the first batch norm")  # fmt: skip
     ax.legend(fontsize=9)
     return fig

@@ -11,9 +11,7 @@ from torch.optim.swa_utils import update_bn
 
 from course_lib.resizing import solutions
 
-REFERENCE = {
-    number: getattr(solutions, names[0]) for number, names in solutions.EXERCISES.items()
-}
+REFERENCE = {number: getattr(solutions, names[0]) for number, names in solutions.EXERCISES.items()}
 
 
 # --- resizing.1: new statistics -----------------------------------------------------------
@@ -89,11 +87,6 @@ def top_level_only(net, batches):
 
 
 # --- resizing.2: any size -----------------------------------------------------------------
-
-
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.mean((-2, -1), keepdim=True)
 
 
 def channels_from_the_last_convolution(net, x):
@@ -190,7 +183,9 @@ def cuts_the_middle_out(x, size):
 
 
 def float32_for_every_float(x, size):
-    return _with(x, size, mode="bilinear", antialias=True).to(x.dtype if x.dtype == torch.uint8 else torch.float32)
+    return _with(x, size, mode="bilinear", antialias=True).to(
+        x.dtype if x.dtype == torch.uint8 else torch.float32
+    )
 
 
 def float64_through_float32(x, size):
@@ -235,7 +230,9 @@ def cleared_after_each_step(net, opt, cycle, batches, schedule):
     return losses
 
 
-def _loop(net, opt, cycle, batches, schedule, side=lambda k, schedule: schedule[k], by_epoch=False, clear=True):
+def _loop(
+    net, opt, cycle, batches, schedule, side=lambda k, schedule: schedule[k], by_epoch=False, clear=True
+):
     losses = []
     for k in range(len(schedule)):
         for x, y in batches:
@@ -360,7 +357,8 @@ def by_fractions(budget, cost, plan):
             ends.append(int(n * reached))
         sides = [next(s for (s, _), end in zip(plan, ends, strict=True) if k < end) for k in range(n)]
         if sum(map(cost.get, sides)) <= budget:
-            return sides
+            break
+    return sides
 
 
 def by_doubling(budget, cost, plan):
@@ -431,8 +429,8 @@ RIGHT = {
 MUTANTS = {
     "resizing.1": [the_last_batch, running_average, on_top_of_the_old, in_place, forgets_the_momentum,
                    top_level_only],
-    "resizing.2": [keeps_the_old_layer, takes_the_largest, square_images, changes_the_statistics, forty_classes,
-                   float32_always],
+    "resizing.2": [keeps_the_old_layer, takes_the_largest, square_images, changes_the_statistics,
+                   forty_classes, float32_always],
     "resizing.3": [bilinear_without_antialias, cuts_the_middle_out, float32_for_every_float,
                    float64_through_float32, cuts_the_fraction_off, image_by_image],
     "resizing.4": [rate_by_epoch, gradients_add_up, in_evaluation_mode, an_epoch_late, sides_sorted,
