@@ -90,7 +90,7 @@ class Letters:
 
 
 class Bf16(nn.Module):
-    "`net` on the device, in bfloat16 where it is a GPU, each pixel's channels side by side in memory."
+    "`net` on the device, in bfloat16 where it is a GPU, channels last in memory; results are float32."
 
     def __init__(self, net):
         super().__init__()
@@ -98,7 +98,7 @@ class Bf16(nn.Module):
 
     def forward(self, x):
         with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda):
-            return self.net(x.contiguous(memory_format=torch.channels_last))
+            return self.net(x.contiguous(memory_format=torch.channels_last)).float()
 
 
 class Photos(torch.utils.data.Dataset):
