@@ -254,6 +254,7 @@ def size_schedule(answer):
                     raise NotImplementedError from None
                 raise core.Wrong(f"during learn.fit the callback raised {core.describe(e)}") from None
         what = f"SizeSchedule({schedule}), two fits"
+        core.equal(len(net.seen), 10 * len(schedule), f"{what}: batches of training and validation")
         images = [x for batches in loader.passes for x, _ in batches]
         for k, (training, found) in enumerate(net.seen):
             epoch, batch = divmod(k, 5)  # 3 batches of training, 2 of validation
