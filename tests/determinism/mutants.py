@@ -1,0 +1,389 @@
+"Answers to the exercises of determinism: the course's, right ones of another style, and wrong ones."
+
+import contextlib
+import random
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+
+from course_lib.determinism import solutions
+
+REFERENCE = {number: getattr(solutions, names[0]) for number, names in solutions.EXERCISES.items()}
+
+
+# --- determinism.1: the compensated sum ----------------------------------------------------
+
+
+def carry_added(x):
+    "Right: Kahan's sum with the other sign, in three additions and one subtraction."
+    total, kept = x[0], torch.zeros_like(x[0])
+    for k in range(1, len(x)):
+        addend = x[k] + kept
+        larger = total + addend
+        kept = addend - (larger - total)
+        total = larger
+    return total + kept
+
+
+def in_place(x):
+    "Right: four buffers, written again and again."
+    total, lost, addend, larger = (torch.zeros_like(x[0]) for _ in range(4))
+    for row in x.unbind(0):
+        torch.sub(row, lost, out=addend)
+        torch.add(total, addend, out=larger)
+        torch.sub(larger, total, out=lost)
+        lost -= addend
+        total, larger = larger, total
+    return total
+
+
+def plain_sum(x):
+    total = torch.zeros_like(x[0])
+    for row in x:
+        total = total + row
+    return total
+
+
+def in_float64(x):
+    total = torch.zeros_like(x[0], dtype=torch.float64)
+    for row in x:
+        total += row
+    return total.to(x.dtype)
+
+
+def simplified_by_algebra(x):
+    total, lost = torch.zeros_like(x[0]), torch.zeros_like(x[0])
+    for row in x:
+        addend = row - lost
+        larger = total + addend
+        lost = larger - (total + addend)
+        total = larger
+    return total
+
+
+def loss_against_the_row(x):
+    total, lost = torch.zeros_like(x[0]), torch.zeros_like(x[0])
+    for row in x:
+        larger = total + (row - lost)
+        lost = (larger - total) - row
+        total = larger
+    return total
+
+
+def ten_operations_a_row(x):  # Neumaier's sum
+    total, lost = torch.zeros_like(x[0]), torch.zeros_like(x[0])
+    for row in x:
+        larger = total + row
+        lost = lost + torch.where(total.abs() >= row.abs(), (total - larger) + row, (row - larger) + total)
+        total = larger
+    return total + lost
+
+
+# --- determinism.2: the seeded loader -------------------------------------------------------
+
+
+def _loader(dataset, batch_size, workers, generator, start, **kw):
+    kw = {"shuffle": True, "multiprocessing_context": "fork"} | kw
+    return DataLoader(
+        dataset, batch_size, num_workers=workers, generator=generator, worker_init_fn=start, **kw
+    )
+
+
+def _generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def _rng_of(number):
+    "A worker_init_fn that gives the worker's data set the generator default_rng(number(worker_id, info))."
+
+    def start(worker_id):
+        info = torch.utils.data.get_worker_info()
+        info.dataset.rng = np.random.default_rng(number(worker_id, info))
+
+    return start
+
+
+def initial_seed_and_a_sampler(dataset, batch_size, workers, seed):
+    "Right: a sampler of its own, torch's documented `initial_seed`, and a child of a SeedSequence."
+
+    def start(worker_id):
+        children = np.random.SeedSequence(torch.initial_seed()).spawn(1)
+        torch.utils.data.get_worker_info().dataset.rng = np.random.default_rng(children[0])
+
+    g = torch.Generator()
+    g.manual_seed(seed + 12345)
+    sampler = RandomSampler(dataset, generator=g)
+    return _loader(dataset, batch_size, workers, g, start, sampler=sampler, shuffle=None)
+
+
+def workers_that_stay(dataset, batch_size, workers, seed):
+    "Right: the workers live on, so that their generators go on in the second epoch."
+    start = _rng_of(lambda worker_id, info: [seed, worker_id])
+    return _loader(dataset, batch_size, workers, _generator(seed), start, persistent_workers=True)
+
+
+def no_worker_init(dataset, batch_size, workers, seed):
+    return _loader(dataset, batch_size, workers, _generator(seed), None)
+
+
+def the_same_in_every_epoch(dataset, batch_size, workers, seed):
+    start = _rng_of(lambda worker_id, info: seed + worker_id)
+    return _loader(dataset, batch_size, workers, _generator(seed), start)
+
+
+def one_state_for_all_workers(dataset, batch_size, workers, seed):
+    start = _rng_of(lambda worker_id, info: info.seed - worker_id)
+    return _loader(dataset, batch_size, workers, _generator(seed), start)
+
+
+def no_generator(dataset, batch_size, workers, seed):
+    start = _rng_of(lambda worker_id, info: info.seed)
+    return _loader(dataset, batch_size, workers, None, start)
+
+
+def seeds_the_programs_generator(dataset, batch_size, workers, seed):
+    torch.manual_seed(seed)
+    return no_generator(dataset, batch_size, workers, seed)
+
+
+def numpy_reseeded_by_number(dataset, batch_size, workers, seed):
+    def start(worker_id):
+        _rng_of(lambda worker_id, info: info.seed)(worker_id)
+        np.random.seed(seed + worker_id)
+
+    return _loader(dataset, batch_size, workers, _generator(seed), start)
+
+
+# --- determinism.3: a repeatable block ------------------------------------------------------
+
+
+class Repeatable:
+    "Right: a class, with torch's state by hand."
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __enter__(self):
+        self.state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self.threads, self.benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+        self.mode = torch.get_deterministic_debug_mode()
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(self.seed)
+        torch.set_num_threads(1)
+        torch.set_deterministic_debug_mode("error")
+        torch.backends.cudnn.benchmark = False
+        return self
+
+    def __exit__(self, *error):
+        for put, state in zip(
+            (random.setstate, np.random.set_state, torch.set_rng_state), self.state, strict=True
+        ):
+            put(state)
+        torch.set_num_threads(self.threads)
+        torch.set_deterministic_debug_mode(self.mode)
+        torch.backends.cudnn.benchmark = self.benchmark
+
+
+@contextlib.contextmanager
+def with_a_stack(seed):
+    "Right: an ExitStack that puts back what was set, one by one."
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        stack.enter_context(torch.backends.cudnn.flags(benchmark=False))
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+        yield
+
+
+def _block(enter=lambda seed: None, leave=lambda: None):
+    "The course's block with something more to do on the way in, or after everything was put back."
+
+    @contextlib.contextmanager
+    def repeatable(seed):
+        with solutions.repeatable(seed):
+            enter(seed)
+            yield
+        leave()
+
+    return repeatable
+
+
+@contextlib.contextmanager
+def without_finally(seed):
+    kept, threads = (random.getstate(), np.random.get_state(), torch.get_rng_state()), torch.get_num_threads()
+    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    for start in (random.seed, np.random.seed, torch.manual_seed):
+        start(seed)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    yield
+    for put, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), kept, strict=True):
+        put(state)
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode(mode)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@contextlib.contextmanager
+def strict_mode_off_afterwards(seed):
+    with solutions.repeatable(seed):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def forgets_numpy(seed):
+    state = np.random.get_state()
+    with solutions.repeatable(seed):
+        np.random.set_state(state)
+        yield
+
+
+one_seed_for_all = _block(lambda seed: torch.manual_seed(0))
+only_warns = _block(lambda seed: torch.use_deterministic_algorithms(True, warn_only=True))
+threads_as_they_are = _block(lambda seed: torch.set_num_threads(2))
+leaves_python_seeded = _block(leave=lambda: random.seed(0))
+
+
+# --- determinism.4: the Hogwild worker ------------------------------------------------------
+
+
+def _order(samples, rank, workers, seed):
+    generator = torch.Generator().manual_seed(seed * workers + rank)
+    shard = range(rank, len(samples), workers)
+    return [shard[i] for i in torch.randperm(len(shard), generator=generator).tolist()]
+
+
+def _step(weights, features, label, lr):
+    gradient = weights[features].sum(0).softmax(0)
+    gradient[label] -= 1
+    weights.index_add_(0, features, gradient.expand(len(features), -1), alpha=-lr)
+
+
+def by_autograd(weights, samples, rank, workers, seed, lr):
+    "Right: an order of Python's generator, and the gradient by autograd."
+    mine = list(range(len(samples)))[rank::workers]
+    random.Random(1000 * seed + rank).shuffle(mine)
+    for i in mine:
+        features, label = samples[i]
+        rows = weights[features].requires_grad_()
+        loss = F.cross_entropy(rows.sum(0), torch.tensor(label))
+        weights[features] = (rows - lr * torch.autograd.grad(loss, rows)[0]).detach()
+
+
+def by_numpy(weights, samples, rank, workers, seed, lr):
+    "Right: NumPy on the same memory."
+    shared = weights.numpy()
+    for i in np.random.default_rng([seed, rank]).permutation(np.arange(rank, len(samples), workers)):
+        features, label = samples[int(i)]
+        at = features.numpy()
+        scores = shared[at].sum(0)
+        gradient = np.exp(scores - scores.max())
+        gradient /= gradient.sum()
+        gradient[label] -= 1
+        np.subtract.at(shared, at, (lr * gradient).astype(shared.dtype))
+
+
+def binds_a_new_tensor(weights, samples, rank, workers, seed, lr):
+    for i in _order(samples, rank, workers, seed):
+        features, label = samples[i]
+        gradient = weights[features].sum(0).softmax(0)
+        gradient[label] -= 1
+        weights = weights.index_add(0, features, gradient.expand(len(features), -1), alpha=-lr)
+
+
+def works_on_a_copy_and_writes_it_back(weights, samples, rank, workers, seed, lr):
+    everything = torch.arange(len(weights))
+    mine = weights[everything]
+    for i in _order(samples, rank, workers, seed):
+        _step(mine, *samples[i], lr)
+    weights.index_copy_(0, everything, mine)
+
+
+def dense_gradient(weights, samples, rank, workers, seed, lr):
+    for i in _order(samples, rank, workers, seed):
+        features, label = samples[i]
+        gradient, p = torch.zeros_like(weights), weights[features].sum(0).softmax(0)
+        p[label] -= 1
+        gradient[features] = p
+        weights -= lr * gradient
+
+
+def drops_the_remainder(weights, samples, rank, workers, seed, lr):
+    for i in _order(samples, rank, workers, seed):
+        if i < len(samples) // workers * workers:
+            _step(weights, *samples[i], lr)
+
+
+def one_order_for_all_ranks(weights, samples, rank, workers, seed, lr):
+    shard = range(rank, len(samples), workers)
+    for i in torch.randperm(len(shard), generator=_generator(seed)).tolist():
+        _step(weights, *samples[shard[i]], lr)
+
+
+def seeds_numpys_generator(weights, samples, rank, workers, seed, lr):
+    np.random.seed(seed * workers + rank)
+    for i in np.random.permutation(range(rank, len(samples), workers)).tolist():
+        _step(weights, *samples[i], lr)
+
+
+def learning_rate_shared_out(weights, samples, rank, workers, seed, lr):
+    solutions.worker(weights, samples, rank, workers, seed, lr / workers)
+
+
+RIGHT = {
+    "determinism.1": [carry_added, in_place],
+    "determinism.2": [initial_seed_and_a_sampler, workers_that_stay],
+    "determinism.3": [Repeatable, with_a_stack],
+    "determinism.4": [by_autograd, by_numpy],
+}
+
+MUTANTS = {
+    "determinism.1": [
+        plain_sum,
+        in_float64,
+        simplified_by_algebra,
+        loss_against_the_row,
+        ten_operations_a_row,
+    ],
+    "determinism.2": [
+        no_worker_init,
+        the_same_in_every_epoch,
+        one_state_for_all_workers,
+        no_generator,
+        seeds_the_programs_generator,
+        numpy_reseeded_by_number,
+    ],
+    "determinism.3": [
+        without_finally,
+        strict_mode_off_afterwards,
+        forgets_numpy,
+        one_seed_for_all,
+        only_warns,
+        threads_as_they_are,
+        leaves_python_seeded,
+    ],
+    "determinism.4": [
+        binds_a_new_tensor,
+        works_on_a_copy_and_writes_it_back,
+        dense_gradient,
+        drops_the_remainder,
+        one_order_for_all_ranks,
+        seeds_numpys_generator,
+        learning_rate_shared_out,
+    ],
+}
