@@ -78,11 +78,8 @@ def answers(fn, times=10):
 
 
 def drawn(loader):
-    "The numbers that an epoch of `loader` gives, in the items' order; its batches are (indices, numbers)."
-    found = {}
-    for index, number in loader:
-        found |= dict(zip(index.tolist(), number.tolist(), strict=True))
-    return [found[i] for i in sorted(found)]
+    "An epoch of `loader`, whose batches are (indices, numbers), as one list [(index, number), …]."
+    return [pair for index, number in loader for pair in zip(index.tolist(), number.tolist(), strict=True)]
 
 
 def patches(x):

@@ -1,6 +1,7 @@
 "Checks of determinism. Oracles: math.fsum, equal bits, settings before and after, autograd in float64."
 
 import contextlib
+import itertools
 import math
 import random
 
@@ -14,6 +15,7 @@ from course_lib import checking as core
 from course_lib.checking import yours  # noqa: F401
 
 GENERATORS = "Python's random", "NumPy's np.random", "torch"
+NAMES = "torch's number of threads", "deterministic algorithms", "warn_only", "torch.backends.cudnn.benchmark"
 
 
 class _Seen(TorchDispatchMode):
@@ -36,11 +38,12 @@ def _stirred(name):
     random.seed()
     np.random.seed(random.getrandbits(32))
     torch.manual_seed(random.getrandbits(32))
+    _ = np.random.rand(), torch.rand(5)  # a state that its seed alone doesn't give again
     before = _states()
     try:
         yield
         for generator, old, new in zip(GENERATORS, before, _states(), strict=True):
-            core.require(old == new, f"{name} left the global generator of {generator} in another state")
+            need(old == new, f"{name} left the global generator of {generator} in another state")
     finally:
         np.random.set_state(kept)
 
@@ -61,23 +64,21 @@ def compensated(answer):
         what = f"the sum of {name}, {str(x.dtype).removeprefix('torch.')}[{n}, 5]"
         with _Seen(lambda func, out, ran=ran: ran.append((func.is_view, getattr(out, "dtype", None)))):
             got = core.call(answer, x)
-        if not isinstance(got, torch.Tensor) or got.shape != (5,):
-            raise core.Wrong(f"{what}: expected a tensor of shape [5], got {core.kind(got)}")
+        lanes = isinstance(got, torch.Tensor) and got.shape == (5,)
+        need(lanes, what, f"expected a tensor of shape [5], got {core.kind(got)}")
         for dtype in [got.dtype, *(t for _, t in ran if t and t.is_floating_point)]:
-            core.require(dtype == x.dtype, f"{what}: a tensor of {dtype} was made; use the type of x alone")
+            need(dtype == x.dtype, what, f"a tensor of {dtype} was made; use the type of x alone")
         columns = [[math.fsum(map(f, v)) for v in x.double().T.tolist()] for f in (float, abs)]
         exact, size = torch.tensor(columns, dtype=torch.float64)
         error, allowed = (got.double() - exact).abs(), (2 * u + 3 * n * u * u) * size  # Kahan's bound
         lane = int((error / allowed).nan_to_num(math.inf).argmax())
-        if not error[lane] <= allowed[lane]:
-            raise core.Wrong(
-                f"{what}: lane {lane} is off by {error[lane]:.3g}, expected at most {allowed[lane]:.3g} "
-                "(2u times the sum of magnitudes): what an addition loses must reach the next one"
-            )
+        most = f"expected at most {allowed[lane]:.3g} (2u times the sum of magnitudes)"
+        how = f"lane {lane} is off by {error[lane]:.3g}; what an addition loses must reach the next one"
+        need(error[lane] <= allowed[lane], what, most, how)
         ops = sum(not view for view, _ in ran)
-        if not 3 * n <= ops <= 4 * n + 40:  # 40: what the check's call itself needs
-            how = "two to add a row, two to find what was lost, all of them torch's"
-            raise core.Wrong(f"{what}: expected about {4 * n:,} operators ({how}), got {ops:,}")
+        how = "two to add a row, two to find what was lost, all of them torch's"
+        # 40 are what the check's own call needs.
+        need(3 * n <= ops <= 4 * n + 40, what, f"expected about {4 * n:,} operators ({how}), got {ops:,}")
 
 
 def _addends(lanes):
@@ -111,7 +112,8 @@ class _Items(Dataset):
 
 @core.exercise("determinism.2", "every item once with numbers of its own, and a second run gives them again")
 def seeded_loader(answer):
-    n, batch, seed = random.randrange(20, 30), random.choice([3, 4, 7]), random.randrange(1, 10**6)
+    batch, seed = random.choice([3, 4, 7]), random.randrange(1, 10**6)
+    n = batch * random.randrange(20 // batch, 30 // batch) + random.randrange(1, batch)
     what = f"seeded_loader(dataset of {n}, {batch}, workers=2, seed={seed})"
     run, again, other = (_epochs(answer, n, batch, 2, s, what) for s in (seed, seed, seed + 1))
     _epochs(answer, n, batch, 1, seed, what.replace("=2", "=1"))
@@ -146,16 +148,9 @@ def _epochs(answer, n, batch, workers, seed, what):
     return [i for index, _ in both for i in index.tolist()], [row for _, x in both for row in x.tolist()]
 
 
-# How each setting is read, and what it is inside.
-SETTINGS = {
-    "torch.get_num_threads()": (torch.get_num_threads, 1),
-    "torch.are_deterministic_algorithms_enabled()": (torch.are_deterministic_algorithms_enabled, True),
-    "torch.is_deterministic_algorithms_warn_only_enabled()": (
-        torch.is_deterministic_algorithms_warn_only_enabled,
-        False,
-    ),
-    "torch.backends.cudnn.benchmark": (lambda: torch.backends.cudnn.benchmark, False),
-}
+def _settings():
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.get_num_threads(), *mode, torch.backends.cudnn.benchmark
 
 
 def _set(threads, strict, warn_only, benchmark):
@@ -166,36 +161,36 @@ def _set(threads, strict, warn_only, benchmark):
 
 @core.exercise("determinism.3", "equal draws and settings inside, all as it was outside, after an error too")
 def repeatable(answer):
-    seed, found, kept = random.randrange(10**6), [], [read() for read, _ in SETTINGS.values()]
+    seed, draws, kept = random.randrange(10**6), [], _settings()
     try:
         for given, fails in ((seed, False), (seed, True), (seed + 1, False), (seed + 1, True)):
-            _set(random.choice([2, 3]), given == seed, fails and given == seed, not fails)
-            found.append(_inside(answer, given, fails))
+            _set(random.choice([2, 3]), given == seed, given == seed and not fails, not fails)
+            where = "after a block that raised" if fails else "after the block"
+            with _stirred(f"{where} repeatable"):
+                before = _settings()
+                draws.append(_inside(answer, given, fails))
+                for name, was, now in zip(NAMES, before, _settings(), strict=True):
+                    core.equal(now, was, f"{name} {where}")
     finally:
         _set(*kept)
-    for name, *draws in zip(GENERATORS, *found, strict=True):
-        need(draws[0] == draws[1], f"repeatable({seed}) twice: {name} drew other numbers; seed it")
-        need(draws[1] != draws[2], f"repeatable({seed}) and ({seed + 1}): {name} drew the same numbers")
+    for name, first, second, third, _ in zip(GENERATORS, *draws, strict=True):
+        need(first == second, f"repeatable({seed}) twice: {name} drew other numbers; seed it")
+        need(second != third, f"repeatable({seed}) and ({seed + 1}): {name} drew the same numbers")
 
 
 def _inside(answer, seed, fails):
-    "What the three generators draw inside; the settings inside and after are checked."
-    where = "after a block that raised" if fails else "after the block"
-    with _stirred(f"{where} repeatable"):
-        before, block, drawn = [read() for read, _ in SETTINGS.values()], core.call(answer, seed), []
-        need(hasattr(block, "__enter__"), f"expected something for `with`, got {core.kind(block)}")
-        swallowed = fails
-        try:
-            with block:
-                for name, (read, want) in SETTINGS.items():
-                    core.equal(read(), want, f"{name} inside the block")
-                drawn += [random.random()], np.random.rand(2).tolist(), torch.rand(2).tolist()
-                _ = 1 / (not fails)
-        except ZeroDivisionError:
-            swallowed = False
-        need(not swallowed, "an error inside the block must reach the caller")
-        for (name, (read, _)), want in zip(SETTINGS.items(), before, strict=True):
-            core.equal(read(), want, f"{name} {where}")
+    "What the three generators draw inside a block that raises an error, or not."
+    block, drawn = core.call(answer, seed), []
+    need(hasattr(block, "__enter__"), f"expected something for `with`, got {core.kind(block)}")
+    try:
+        with block:
+            for name, got, want in zip(NAMES, _settings(), (1, True, False, False), strict=True):
+                core.equal(got, want, f"{name} inside the block")
+            drawn += [random.random()], np.random.rand(2).tolist(), torch.rand(2).tolist()
+            _ = 1 / (not fails)
+        need(not fails, "an error inside the block must reach the caller")
+    except ZeroDivisionError:
+        pass
     return drawn
 
 
@@ -223,9 +218,7 @@ class _Shared:
             return self.features[i].clone(), self.labels[i]
 
 
-@core.exercise(
-    "determinism.4", "every shard once in an order of its own; all updates kept, other workers' too"
-)
+@core.exercise("determinism.4", "every shard once in an order of its own, all updates kept, others' too")
 def worker(answer):
     n, lr, orders = 47, random.uniform(0.2, 0.4), {}
     cases = [(workers, seed, rank) for workers in (1, 3) for seed in (4, 5) for rank in range(workers)]
@@ -247,9 +240,10 @@ def worker(answer):
         core.close(samples.weights, want, f"{where}: the shared weights at the end", rtol=1e-3, atol=1e-4)
         again = orders.setdefault(case, samples.reads) == samples.reads
         need(again, where, "a second call read in another order; seed a torch.Generator")
-    need(orders[3, 4, 2] != orders[3, 5, 2], "seeds 4 and 5 gave one order; use the seed")
-    steps = [[i // 3 for i in orders[3, 4, rank]][:15] for rank in (0, 1)]
-    need(steps[0] != steps[1], "ranks 0 and 1 read their shards in one order; mix rank and seed")
+    steps = {(s, r): [i // 3 for i in orders[3, s, r]] for s in (4, 5) for r in (0, 1)}
+    for one, two in itertools.combinations(steps, 2):
+        same = f"(seed, rank) = {one} and {two} read their shards in one order; mix rank and seed"
+        need(steps[one] != steps[two], same)
 
 
 def _no_dense_write(func, out):

@@ -3,7 +3,8 @@ import contextlib
 import numpy as np
 import random
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
+from torch.utils.data import get_worker_info
 
 
 def compensated(x):
@@ -60,7 +61,7 @@ def repeatable(seed):
 
 def worker(weights, samples, rank, workers, seed, lr):
     "One pass over this worker's shard, updating the shared weights in place."
-    generator = torch.Generator().manual_seed(seed * workers + rank)
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
     shard = range(rank, len(samples), workers)
     for i in torch.randperm(len(shard), generator=generator).tolist():
         features, label = samples[shard[i]]
