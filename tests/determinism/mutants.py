@@ -143,11 +143,6 @@ def no_generator(dataset, batch_size, workers, seed):
     return _loader(dataset, batch_size, workers, None, start)
 
 
-def seeds_the_programs_generator(dataset, batch_size, workers, seed):
-    torch.manual_seed(seed)
-    return no_generator(dataset, batch_size, workers, seed)
-
-
 def numpy_reseeded_by_number(dataset, batch_size, workers, seed):
     def start(worker_id):
         _rng_of(lambda worker_id, info: info.seed)(worker_id)
@@ -159,6 +154,27 @@ def numpy_reseeded_by_number(dataset, batch_size, workers, seed):
 # --- determinism.3: a repeatable block ------------------------------------------------------
 
 
+def _kept():
+    "[(function that puts it back, state), …]"
+    benchmark = torch.backends.cudnn.benchmark
+    return [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+        (torch.set_num_threads, torch.get_num_threads()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        (lambda old: setattr(torch.backends.cudnn, "benchmark", old), benchmark),
+    ]
+
+
+def _begin(seed):
+    for start in (random.seed, np.random.seed, torch.manual_seed):
+        start(seed)
+    torch.set_num_threads(1)
+    torch.set_deterministic_debug_mode("error")
+    torch.backends.cudnn.benchmark = False
+
+
 class Repeatable:
     "Right: a class, with torch's state by hand."
 
@@ -166,57 +182,43 @@ class Repeatable:
         self.seed = seed
 
     def __enter__(self):
-        self.state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self.threads, self.benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-        self.mode = torch.get_deterministic_debug_mode()
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(self.seed)
-        torch.set_num_threads(1)
-        torch.set_deterministic_debug_mode("error")
-        torch.backends.cudnn.benchmark = False
-        return self
+        self.kept = _kept()
+        _begin(self.seed)
 
     def __exit__(self, *error):
-        for put, state in zip(
-            (random.setstate, np.random.set_state, torch.set_rng_state), self.state, strict=True
-        ):
+        for put, state in self.kept:
             put(state)
-        torch.set_num_threads(self.threads)
-        torch.set_deterministic_debug_mode(self.mode)
-        torch.backends.cudnn.benchmark = self.benchmark
 
 
 @contextlib.contextmanager
 def with_a_stack(seed):
-    "Right: an ExitStack that puts back what was set, one by one."
+    "Right: an ExitStack that puts back what was set, and other seeds for the three generators."
     with contextlib.ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        stack.callback(
-            torch.use_deterministic_algorithms,
-            torch.are_deterministic_algorithms_enabled(),
-            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        stack.enter_context(torch.backends.cudnn.flags(benchmark=False))
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(True)
+        for put, state in _kept():
+            stack.callback(put, state)
+        _begin(seed)
+        np.random.seed([seed, 1])
+        random.seed(f"run {seed}")
         yield
 
 
-def _block(enter=lambda seed: None, leave=lambda: None):
-    "The course's block with something more to do on the way in, or after everything was put back."
+@contextlib.contextmanager
+def without_finally(seed):
+    kept = _kept()
+    _begin(seed)
+    yield
+    for put, state in kept:
+        put(state)
+
+
+def _block(enter):
+    "The course's block with something more to do on the way in."
 
     @contextlib.contextmanager
     def repeatable(seed):
         with solutions.repeatable(seed):
             enter(seed)
             yield
-        leave()
 
     return repeatable
 
@@ -245,18 +247,10 @@ def strict_mode_off_afterwards(seed):
     torch.use_deterministic_algorithms(False)
 
 
-@contextlib.contextmanager
-def forgets_numpy(seed):
-    state = np.random.get_state()
-    with solutions.repeatable(seed):
-        np.random.set_state(state)
-        yield
-
-
+forgets_numpy = _block(lambda seed: np.random.seed())
 one_seed_for_all = _block(lambda seed: torch.manual_seed(0))
 only_warns = _block(lambda seed: torch.use_deterministic_algorithms(True, warn_only=True))
 threads_as_they_are = _block(lambda seed: torch.set_num_threads(2))
-leaves_python_seeded = _block(leave=lambda: random.seed(0))
 
 
 # --- determinism.4: the Hogwild worker ------------------------------------------------------
@@ -323,12 +317,6 @@ def dense_gradient(weights, samples, rank, workers, seed, lr):
         weights -= lr * gradient
 
 
-def drops_the_remainder(weights, samples, rank, workers, seed, lr):
-    for i in _order(samples, rank, workers, seed):
-        if i < len(samples) // workers * workers:
-            _step(weights, *samples[i], lr)
-
-
 def one_order_for_all_ranks(weights, samples, rank, workers, seed, lr):
     shard = range(rank, len(samples), workers)
     for i in torch.randperm(len(shard), generator=_generator(seed)).tolist():
@@ -339,10 +327,6 @@ def seeds_numpys_generator(weights, samples, rank, workers, seed, lr):
     np.random.seed(seed * workers + rank)
     for i in np.random.permutation(range(rank, len(samples), workers)).tolist():
         _step(weights, *samples[i], lr)
-
-
-def learning_rate_shared_out(weights, samples, rank, workers, seed, lr):
-    solutions.worker(weights, samples, rank, workers, seed, lr / workers)
 
 
 RIGHT = {
@@ -365,7 +349,6 @@ MUTANTS = {
         the_same_in_every_epoch,
         one_state_for_all_workers,
         no_generator,
-        seeds_the_programs_generator,
         numpy_reseeded_by_number,
     ],
     "determinism.3": [
@@ -375,15 +358,12 @@ MUTANTS = {
         one_seed_for_all,
         only_warns,
         threads_as_they_are,
-        leaves_python_seeded,
     ],
     "determinism.4": [
         binds_a_new_tensor,
         works_on_a_copy_and_writes_it_back,
         dense_gradient,
-        drops_the_remainder,
         one_order_for_all_ranks,
         seeds_numpys_generator,
-        learning_rate_shared_out,
     ],
 }
