@@ -224,23 +224,6 @@ def _block(enter):
 
 
 @contextlib.contextmanager
-def without_finally(seed):
-    kept, threads = (random.getstate(), np.random.get_state(), torch.get_rng_state()), torch.get_num_threads()
-    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
-    for start in (random.seed, np.random.seed, torch.manual_seed):
-        start(seed)
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    yield
-    for put, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), kept, strict=True):
-        put(state)
-    torch.set_num_threads(threads)
-    torch.set_deterministic_debug_mode(mode)
-    torch.backends.cudnn.benchmark = benchmark
-
-
-@contextlib.contextmanager
 def strict_mode_off_afterwards(seed):
     with solutions.repeatable(seed):
         yield
