@@ -1,4 +1,4 @@
-"""Where a result comes from: git and manifests for scripts, names and versions for the cells of a notebook."""
+"""Where a result comes from: git and manifests for scripts, names and versions for a notebook's cells."""
 
 import ast
 import builtins
@@ -97,7 +97,7 @@ def save(manifest, path):
 
 
 def load(path):
-    "The manifest that `save` wrote. Raises ManifestError for one that is cut, edited, or from a later version."
+    "The manifest that `save` wrote. ManifestError for one that is cut, edited, or of a later version."
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
@@ -226,7 +226,7 @@ class _Names(ast.NodeVisitor):
 
 
 class Step(NamedTuple):
-    "A run in a sequence of runs: its version, and for each name that it used the place of the run that made it."
+    "A run in a sequence of runs: its version, and for each name that it used the place of its maker."
 
     cell: Cell
     version: str

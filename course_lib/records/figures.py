@@ -13,7 +13,7 @@ def _cells_axis(ax, ids, runs):
 
 
 def draw_session(pressed, ids):
-    "The order in which cells were run: `pressed` is a list of (id, source), `ids` the page from top to bottom."
+    "The order in which cells were run: `pressed` is a list of (id, source), `ids` the page's cells."
     fig, ax = show.axes(figsize=(6.4, 2.6))
     x, y = range(1, len(pressed) + 1), [ids.index(id) for id, _ in pressed]
     ax.plot(x, y, "-", color=show.COLOURS[6], alpha=0.5)
@@ -23,7 +23,9 @@ def draw_session(pressed, ids):
         ax.plot(n, ids.index(id), "s" if edited else "o", ms=9, color=WRONG if edited else RIGHT)
         if edited:
             note = f"edited: {source.strip()}"
-            ax.annotate(note, (n, ids.index(id)), (-8, 0), textcoords="offset points", ha="right", va="center")
+            ax.annotate(
+                note, (n, ids.index(id)), (-8, 0), textcoords="offset points", ha="right", va="center"
+            )
     _cells_axis(ax, ids, len(pressed))
     ax.set_ylabel("cell")
     ax.set_title("how the page came about: cells in the order in which they were run")
@@ -31,11 +33,15 @@ def draw_session(pressed, ids):
 
 
 def draw_losses(curves):
-    "{label: losses, one a step} as lines; a later line is thinner, so that equal ones show under each other."
+    "{label: losses, one a step}: the first line wide, the last one alone, any between dashed upon the first."
     fig, ax = show.axes(figsize=(6.4, 3.0))
-    for i, (label, losses) in enumerate(curves.items()):
-        ax.plot(range(1, len(losses) + 1), losses, lw=(5, 1.6, 1.6)[i], alpha=(0.35, 1, 1)[i], label=label,
-                ls=("-", "--", "-")[i], color=show.COLOURS[(0, 6, 1)[i]])  # fmt: skip
+    first, *_, last = curves
+    for label, losses in curves.items():
+        style = {"lw": 1.6, "ls": "--", "color": show.COLOURS[6]}
+        if label in (first, last):
+            style = {"lw": 5, "alpha": 0.35} if label == first else {"lw": 1.6}
+            style["color"] = RIGHT if label == first else WRONG
+        ax.plot(range(1, len(losses) + 1), losses, label=label, **style)
     ax.set(xlabel="step", ylabel="training loss", title="one seed, one configuration")
     ax.legend()
     return fig
@@ -44,8 +50,8 @@ def draw_losses(curves):
 def draw_graph(history, notebook, stale, title="what was run"):
     """Runs as nodes, from maker to user an arrow: the session on the left, top to bottom on the right.
 
-    A node shows the beginning of its version. `stale` holds the ids of cells whose latest result is stale; the
-    latest run of each cell has a thick rim.
+    A node shows the beginning of its version. The latest run of each cell has a thick rim, in another colour
+    for the ids in `stale`.
     """
     ids, runs = [c.id for c in notebook], max(4, len(history))
     fig, (left, right) = show.axes(

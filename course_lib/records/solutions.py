@@ -17,7 +17,7 @@ def manifest(config, seed, git):
         "clean": None if status is None else status == "",
         "diff": git("diff", "HEAD"),
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in ("torch", "numpy")},
+        "packages": {"torch": str(torch.__version__), "numpy": importlib.metadata.version("numpy")},
         "device": machine.name(),
         "threads": torch.get_num_threads(),
     }
