@@ -253,7 +253,8 @@ def replay(runs):
 
 def fingerprints(namespace):
     "{name: a value that changes when the name is bound again or its object is changed in place}."
-    return {n: _fingerprint(v) for n, v in list(namespace.items()) if not n.startswith("_")}
+    own = {"In", "Out", "get_ipython", "exit", "quit", "open"}  # IPython's
+    return {n: _fingerprint(v) for n, v in list(namespace.items()) if n[0] != "_" and n not in own}
 
 
 def _fingerprint(value, depth=1):
@@ -269,17 +270,17 @@ def _fingerprint(value, depth=1):
     return (id(value),)
 
 
-def page(history, first=None):
-    """The notebook's cells from top to bottom, from the cell `first` on, each as it ran last.
+def page(history):
+    """The notebook's cells from top to bottom, each as it ran last, without those above the first that ran.
 
     The order is that of the saved file where JupyterLab tells its name; a cell that is not saved yet comes
     after the one that ran before it. Without a file the order is that of first runs.
     """
     latest = {cell.id: cell for cell in history}
     saved, before = _saved(), None
-    ids = list(saved)
-    above = set(ids[: ids.index(first)]) - set(latest) if first in saved else set()
-    ids = [id for id in ids if id not in above]
+    first = next((id for id in latest if id in saved), None)
+    ids = list(saved)[list(saved).index(first) if first else 0 :]
+    ids = [id for id in saved if id in ids or id in latest]
     for id in latest:
         if id not in ids:
             ids.insert(ids.index(before) + 1 if before else len(ids), id)

@@ -72,7 +72,7 @@ def _one_manifest(make, where, git, commit):
         if got[key] != value or type(got[key]) is not type(value):
             late = "; it changed with the caller's: copy it deeply" if got[key] == config else ""
             raise core.Wrong(f"{key!r} of {where}: expected {_short(value)}, got {_short(got[key])}{late}")
-    for name, build in (("torch", str(torch.__version__)), ("numpy", None)):
+    for name, build in (("torch", str(torch.__version__)), ("numpy", "")):
         found = got["packages"].get(name) if isinstance(got.get("packages"), dict) else None
         version = importlib.metadata.version(name)
         core.require(

@@ -53,13 +53,13 @@ def draw_graph(history, notebook, stale, title="what was run"):
     A node shows the beginning of its version. The latest run of each cell has a thick rim, in another colour
     for the ids in `stale`.
     """
-    ids, runs = [c.id for c in notebook], max(4, len(history))
+    ids, runs = list(dict.fromkeys(c.id for c in [*notebook, *history])), max(4, len(history))
     fig, (left, right) = show.axes(
         1, 2, figsize=(11, 3.8), sharey=True, width_ratios=(runs, max(len(ids), 0.7 * runs))
     )
     ran = records.replay(history)
     latest = {step.cell.id: i for i, step in enumerate(ran)}
-    places = [(i + 1, ids.index(s.cell.id)) for i, s in enumerate(ran) if s.cell.id in ids]
+    places = [(i + 1, ids.index(s.cell.id)) for i, s in enumerate(ran)]
     for i, step in enumerate(ran):
         bad, last = step.cell.id in stale, latest[step.cell.id] == i
         _node(left, places[i], step, (WRONG if bad else RIGHT) if last else show.COLOURS[6], last)
