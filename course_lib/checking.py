@@ -7,6 +7,7 @@ What passed is what the lesson goes on with: `yours("roofline.1")` gives it back
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import math
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 class Wrong(AssertionError):
     "What is wrong with an answer, in one sentence. Notebooks show the sentence and no traceback."
+
+    cause = None  # what the answer raised, where it did
 
     def _render_traceback_(self):
         return [str(self)]
@@ -91,7 +94,7 @@ def exercises(module):
 @contextlib.contextmanager
 def _fixed_settings():
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    python_state = random.getstate()
+    python_state, collects = random.getstate(), gc.isenabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
@@ -108,6 +111,7 @@ def _fixed_settings():
         if torch.are_deterministic_algorithms_enabled() != deterministic:  # or Inductor is imported
             torch.use_deterministic_algorithms(deterministic)
         random.setstate(python_state)
+        (gc.enable if collects else gc.disable)()
 
 
 def _is_stub(e):
@@ -158,7 +162,9 @@ def call(fn, *args, mutates=(), **kwargs):
     except Exception as e:
         if _is_stub(e):
             raise NotImplementedError from None
-        raise Wrong(f"{name} raised {describe(e)} when called with {shapes(args, kwargs)}") from None
+        wrong = Wrong(f"{name} raised {describe(e)} when called with {shapes(args, kwargs)}")
+        wrong.cause = e
+        raise wrong from None
     for i, before in enumerate(kept):
         if i not in mutates and not _same(before, given[i]):
             raise Wrong(
@@ -300,8 +306,7 @@ def refuses(fn, *args, error=ValueError, why):
     try:
         got = call(fn, *args)
     except Wrong as e:
-        # `call` words what the answer raised.
-        if f"raised {error.__name__}" in str(e):
+        if isinstance(e.cause, error):
             return
         raise
     shown = f"{got:.3g}" if isinstance(got, int | float) else kind(got)

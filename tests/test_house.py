@@ -17,7 +17,7 @@ ORDER = [p.stem[3:] for p in sorted(notebook.NBS.glob("[0-9][0-9]_*.ipynb"))]
 # Slow to import, or absent on some machines: imported where they are used. A kernel's decorator runs when
 # its file is read, so these files import triton at once; nothing imports them at once but notebooks.
 LATE = {"fastai", "triton", "matplotlib", "sklearn", "accelerate"}
-EARLY = {"triton": ("kernels", "solutions")}
+EARLY = {"triton": ("kernels", "solutions"), "fastai": ("solutions",)}
 
 
 def module(path):
@@ -123,17 +123,7 @@ def sizes():
 
 
 # Rewritten later; their lines then are what DESIGN asks for.
-OLD = {
-    "descent",
-    "schedules",
-    "resizing",
-    "reproduce",
-    "precision",
-    "syncs",
-    "fusion",
-    "triton",
-    "data_parallel",
-}
+OLD = {"precision", "syncs", "fusion", "triton", "data_parallel"}
 
 
 def test_sizes():

@@ -11,7 +11,7 @@ def _bowl(kappa):
     return lambda w: (w[..., 0] ** 2 + kappa * w[..., 1] ** 2) / 2
 
 
-def walk(lr_over_limit=0.99, kappa=25, momentum=0.0, steps=60):
+def walk(lr_over_limit=0.99, kappa=25, momentum=0.0, steps=150):
     """A walk from (1, 1) on a bowl of curvatures 1 and `kappa`: {"path": [steps + 1, 2], "lr", "limit", …}.
 
     `lr_over_limit` is the learning rate over 2 / kappa, above which plain gradient descent diverges.
@@ -31,7 +31,7 @@ def draw_walk(data):
     "The figure of a `walk`: its path on the bowl's contours, and its height by step."
     name = f"lr {data['lr']:.3g}, limit {data['limit']:.3g}"
     fig = draw_descent(_bowl(data["kappa"]), {name: data["path"]}, len(data["path"]))
-    fig.axes[-1].set_ylim(1e-9, 1e9)
+    fig.axes[-1].set_ylim(1e-6, 1e6)
     fig.axes[-1].set_title(f"κ = {data['kappa']:g}, momentum {data['momentum']:.2g}")
     fig.axes[-1].get_legend().remove()
     return fig
@@ -51,7 +51,7 @@ def draw_descent(f, paths, shown=25):
     return fig
 
 
-def draw_paths(ax, f, paths, box, title="", colours=COLOURS, axes=("w₁", "w₂")):
+def draw_paths(ax, f, paths, box, title="", colours=COLOURS, axes=("w₁", "w₂"), ends=False):
     "Paths ({label: [steps + 1, 2]}) on the contours of `f` in `box` (left, right, bottom, top)."
     x, y = torch.linspace(box[0], box[1], 160), torch.linspace(box[2], box[3], 160)
     z = f(torch.stack(torch.meshgrid(x, y, indexing="xy"), -1))
@@ -62,6 +62,8 @@ def draw_paths(ax, f, paths, box, title="", colours=COLOURS, axes=("w₁", "w₂
     for (label, path), colour in zip(paths.items(), colours, strict=False):
         few = len(path) < 200  # points on top of each other hide the line
         ax.plot(path[:, 0], path[:, 1], ".-" if few else "-", ms=3, lw=0.8, label=label, color=colour)
+        if ends:
+            ax.plot(path[-1, 0], path[-1, 1], "X", ms=8, mec="white", color=colour, zorder=6)
     start = next(iter(paths.values()))[0]
     ax.plot(start[0], start[1], "ko", ms=5, mfc="white", zorder=5)
     ax.set(xlim=box[:2], ylim=box[2:], title=title, xlabel=axes[0], ylabel=axes[1])
@@ -74,7 +76,7 @@ def draw_surfaces(surfaces, axes=("w₁", "w₂")):
 
     fig, panels = plt.subplots(1, len(surfaces), figsize=(3.2 * len(surfaces), 3.4))
     for ax, (title, f, paths, box) in zip(panels, surfaces, strict=True):
-        draw_paths(ax, f, paths, box, title, axes=axes)
+        draw_paths(ax, f, paths, box, title, axes=axes, ends=True)
         if len(paths) > 1:
             ax.legend(loc="lower right", fontsize=8, frameon=True)
     return fig
@@ -95,24 +97,30 @@ def draw_slides(paths, span=(-2.2, 2.2)):
     return fig
 
 
-def draw_methods(surfaces, paths, rates, settled, box=(-1.6, 1.6, -1.6, 1.6)):
-    """Each method's path on each surface, and its steps by learning rate.
+def draw_methods(surfaces, paths, settled, box=(-1.8, 1.8, -1.8, 1.8)):
+    """Each method's path on each surface, and its steps by learning rate; lines that coincide are one.
 
-    `surfaces` is {kind: f}; `paths` ({(method, kind): [steps, 2]}) and `settled` ({(method, kind): steps at
-    each of `rates`}) have the same keys.
+    `surfaces` is {kind: f}; `paths` ({(method, kind): [steps, 2]}) and `settled` ({(method, kind): {learning
+    rate: steps}}) have the same keys.
     """
     import matplotlib.pyplot as plt
 
     methods = list(dict.fromkeys(method for method, _ in paths))
     fig, axes = plt.subplots(1, len(surfaces) + 1, figsize=(10, 3.6), width_ratios=[3] * len(surfaces) + [4])
     for ax, (kind, f) in zip(axes, surfaces.items(), strict=False):
-        draw_paths(ax, f, {m: paths[m, kind][:80] for m in methods}, box, f"{kind}: the best rates")
+        draw_paths(ax, f, {m: paths[m, kind][:80] for m in methods}, box, f"{kind}: the best settings")
+    first = next(iter(surfaces))
     for (method, kind), steps in settled.items():
-        style = {"color": COLOURS[methods.index(method)], "ls": "-" if kind == next(iter(surfaces)) else "--"}
-        shown = [math.nan if math.isinf(n) else n for n in steps]
-        axes[-1].plot(rates, shown, marker="o", ms=3, lw=1.2, label=f"{method}, {kind}", **style)
-    axes[-1].set(xscale="log", xlabel="learning rate", ylabel="steps to settle", ylim=(0, 360))
-    axes[-1].legend(fontsize=8, ncols=2, loc="upper right", columnspacing=0.8, handlelength=1.6)
+        rows = zip(*(t.values() for (m, _), t in settled.items() if m == method), strict=True)
+        alike = len(surfaces) > 1 and all(len({*row}) == 1 or max(row) - min(row) < 2 for row in rows)
+        if alike and kind != first:
+            continue
+        style = {"color": COLOURS[methods.index(method)], "ls": "-" if kind == first else "--"}
+        shown = [math.nan if math.isinf(n) else n for n in steps.values()]
+        label = f"{method}, {'all bowls' if alike else kind}"
+        axes[-1].plot(list(steps), shown, marker="o", ms=3, lw=1.2, label=label, **style)
+    axes[-1].set(xscale="log", xlabel="learning rate", ylabel="steps to settle", ylim=(0, 150))
+    axes[-1].legend(fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1.6)
     return fig
 
 
@@ -142,16 +150,20 @@ def draw_images(images, labels):
     return fig
 
 
-def draw_gains(arms, xlabel):
-    "Paired runs {arm: [a value for each seed]}: a dot for each seed, and a bar to the mean."
+def draw_gains(measures):
+    "Paired runs {label: {arm: [a value for each seed]}}, a panel each: a dot a seed, and a bar to the mean."
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(6.4, 0.55 * len(arms) + 0.9))
-    rows = sorted(arms.items(), key=lambda arm: sum(arm[1]))
-    for i, (_, values) in enumerate(rows):
-        bar = ax.barh(i, sum(values) / len(values), height=0.6, color=COLOURS[5], alpha=0.6)
-        dots = ax.plot(values, [i] * len(values), "o", ms=4, color=COLOURS[0])
-    ax.axvline(0, color="black", lw=0.8)
-    ax.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlabel=xlabel)
-    ax.legend([dots[0], bar], ["one seed", "mean"], loc="lower right")
+    first = next(iter(measures.values()))
+    rows = sorted(first, key=lambda arm: sum(first[arm]))
+    size = 4.2 * len(measures) + 1, 0.6 * len(rows) + 1
+    fig, panels = plt.subplots(1, len(measures), figsize=size, sharey=True, squeeze=False)
+    for ax, (label, arms) in zip(panels[0], measures.items(), strict=True):
+        for i, values in enumerate(arms[arm] for arm in rows):
+            bar = ax.barh(i, sum(values) / len(values), height=0.7, color=COLOURS[5], alpha=0.6)
+            apart = i + torch.linspace(-0.26, 0.26, len(values))  # so that equal values show
+            dots = ax.plot(values, apart, "o", ms=4, color=COLOURS[0])
+        ax.axvline(0, color="black", lw=0.8)
+        ax.set(yticks=range(len(rows)), yticklabels=rows, xlabel=label)
+    panels[0, 0].legend([dots[0], bar], ["one seed", "mean"], loc="best")
     return fig

@@ -64,11 +64,11 @@ def operator(name, kind, x, w=None):
 
 def six_operators():
     "Six operators of different intensity, at sizes that suit this machine, the last one tiny."
-    n, rows, batch = machine.pick(cpu=(1024, 4096, 32), gpu=(8192, 32768, 1024))
+    n, rows, batch, out = machine.pick(cpu=(1024, 4096, 32, 8192), gpu=(8192, 32768, 1024, 32768))
     return [
         operator("matmul", "matmul", (n, n), (n, n)),
         operator("attention scores", "bmm", (batch, 512, 64), (batch, 64, 512)),
-        operator("matrix × one row", "matmul", (1, 4096), (4096, 8192)),
+        operator("matrix × one row", "matmul", (1, 4096), (4096, out)),
         operator("sum of rows", "sum", (rows, 4096)),
         operator("bias add", "add", (rows, 4096), (4096,)),
         operator("tiny add", "add", (16,), (16,)),
@@ -137,25 +137,45 @@ def quiet():
         os.close(null)
 
 
-def smi(fields):
-    "The current GPU's values of nvidia-smi's `fields` (\"clocks.sm,power.draw.instant\"), or None."
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, AttributeError):
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+SLOWED = {0x4: "power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}  # NVML's bits
+
+
+def gpu_reader():
+    "A function that reads the GPU: clock in MHz, power in W, what slows it (bits). By NVML, or nvidia-smi."
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+    def smi():
+        query = ["nvidia-smi", f"--id={uuid}", "--format=csv,noheader,nounits"]
+        query += ["--query-gpu=clocks.sm,power.draw.instant,clocks_throttle_reasons.active"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-        return [float(v) for v in answer.splitlines()[0].split(",")] if answer.strip() else None
+        mhz, watts, bits = answer.split(",")
+        return float(mhz), float(watts), int(bits, 16)
+
+    def nvml():
+        import pynvml
+
+        pynvml.nvmlInit()  # again: only counts
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        power = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_POWER_INSTANT])[0]
+        bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+        mhz = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
+        return mhz, power.value.uiVal / 1e3, bits
+
+    for read in (nvml, smi):
+        with contextlib.suppress(Exception):  # neither the package nor the program is promised
+            read()
+            return read
     return None
 
 
 @contextlib.contextmanager
 def watched():
-    "Clock and power while the block runs: a list that grows by (perf_counter's seconds, MHz, W)."
-    samples, done = [], threading.Event()
+    "Clock and power while the block runs: a list that grows by (perf_counter's seconds, MHz, W, bits)."
+    samples, done, read = [], threading.Event(), gpu_reader()
 
     def look():
-        while not done.is_set() and (found := smi("clocks.sm,power.draw.instant")):
-            samples.append((time.perf_counter(), *found))
-            done.wait(0.02)
+        while read and not done.wait(0.01):
+            samples.append((time.perf_counter(), *read()))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -164,6 +184,12 @@ def watched():
     finally:
         done.set()
         thread.join()
+
+
+def slowed_by(bits):
+    "What held the clock down in at least half of the samples, in words."
+    found = {word for bit, word in SLOWED.items() if 2 * sum(bool(b & bit) for b in bits) >= len(bits)}
+    return ", ".join(sorted(found)) or "nothing named"
 
 
 def explore_run(gpus=16_384, mfu=0.4, log10_flops=26.0, tflops=989):

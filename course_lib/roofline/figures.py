@@ -1,8 +1,7 @@
 "The figures of lesson roofline: functions of plain data that return a matplotlib figure."
 
 import itertools
-import math
-import statistics
+import os
 
 from course_lib import recorded, show
 from course_lib.roofline import CLASSES
@@ -14,26 +13,32 @@ BLUE, ORANGE, GREEN, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[2], s
 def recorded_classes(name):
     "A recorded figure of each class, {class: value}, or None; `name` has a {} for the class."
     found = {c: recorded.get("roofline." + name.format(c)) for c in CLASSES}
-    return {c: f["value"] for c, f in found.items()} if all(found.values()) else None
+    replaced = "COURSE_RECORDING" in os.environ  # by those of this run
+    return {c: f["value"] for c, f in found.items()} if all(found.values()) and not replaced else None
 
 
-def draw_classes(bars, xlabel, unit=""):
-    "Stacked bars of {label: {class: value}}, the first label on top; `unit` is written after each total."
-    fig, ax = show.axes(figsize=(6.8, 1.2 + 0.4 * len(bars)))
-    totals = [sum(b[c] for c in CLASSES) for b in bars.values()]
-    for i, c in enumerate(CLASSES):
-        left = [sum(b[d] for d in CLASSES[:i]) for b in bars.values()]
-        widths = [b[c] for b in bars.values()]
-        ax.barh(list(bars), widths, left=left, color=show.COLOURS[i], label=NAMES[c])
-        for row, (x, w) in enumerate(zip(left, widths, strict=True)):
-            if w >= 0.06 * max(totals):
-                ax.text(x + w / 2, row, show.number(w), ha="center", va="center", color="white", fontsize=9)
-    for row, total in enumerate(totals if unit else ()):
-        ax.text(total, row, f" {show.number(total)} {unit}", va="center")
-    ax.invert_yaxis()
-    ax.grid(False)
-    ax.set(xlim=(0, max(totals) * (1.18 if unit else 1)), xlabel=xlabel)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+def draw_classes(*panels):
+    "Stacked bars: panels of (label of the axis, {label: {class: value}}), the first bar on top."
+    height = 1.2 + 0.4 * len(panels[0][1])
+    fig, axes = show.axes(1, len(panels), figsize=(6.8, height), sharey=True, squeeze=False)
+    for ax, (xlabel, bars) in zip(axes[0], panels, strict=True):
+        totals = [sum(b.values()) for b in bars.values()]
+        left = [0] * len(bars)
+        for c, colour in zip(next(iter(bars.values())), show.COLOURS, strict=False):
+            widths = [b[c] for b in bars.values()]
+            ax.barh(list(bars), widths, left=left, color=colour, label=NAMES.get(c, c))
+            for row, (x, w) in enumerate(zip(left, widths, strict=True)):
+                if w >= 0.07 * len(panels) * max(totals):
+                    ax.text(
+                        x + w / 2, row, show.number(w), ha="center", va="center", color="white", fontsize=9
+                    )
+            left = [x + w for x, w in zip(left, widths, strict=True)]
+        for row, total in enumerate(totals if "%" not in xlabel else ()):
+            ax.text(total, row, f" {show.number(total)}", va="center", fontsize=9)
+        ax.grid(False)
+        ax.set(xlim=(0, max(totals) * (1 if "%" in xlabel else 1.25)), xlabel=xlabel)
+    axes[0][0].invert_yaxis()
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return fig
 
 
@@ -60,7 +65,8 @@ def draw_copies(curves):
     for label, rates in curves.items():
         ax.semilogx(list(rates), [r / 1e9 for r in rates.values()], "o-", label=label)
     ticks = {2**14: "16 kB", 2**18: "256 kB", 2**22: "4 MB", 2**26: "64 MB", 2**30: "1 GB"}
-    ticks = {b: t for b, t in ticks.items() if b <= max(map(max, curves.values()))}
+    sizes = {b for rates in curves.values() for b in rates}
+    ticks = {b: t for b, t in ticks.items() if min(sizes) <= b <= max(sizes)}
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.minorticks_off()
     ax.set(xlabel="bytes of one buffer", ylabel="GB/s, read + written", ylim=(0, None))
@@ -86,7 +92,8 @@ def draw_roofline(machines, points=(), hollow=False):
         at, side = ((0, 6 if hollow else -14), "center") if flat else ((8, -9), "left")
         if left:
             at, side = (-7, 5 if hollow else -9), "right"
-        ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side)
+        ax.annotate(label, (x, y / 1e12), xytext=at, textcoords="offset points", fontsize=8, ha=side,
+                    bbox={"fc": "white", "ec": "none", "pad": 0.4, "alpha": 0.85})  # fmt: skip
     ax.margins(y=0.1)
     ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s", xlim=(low, high))
     ax.set_xticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1,000"])
@@ -116,44 +123,26 @@ def draw_batches(times, costs, flops_roof, bytes_roof, crossing):
 
 
 def draw_cold(seconds, rates, samples):
-    "One matmul from cold: TFLOP/s over time, and nvidia-smi's (seconds, MHz, W), where there are samples."
-    fig, (up, down) = show.axes(1, 2, figsize=(7.6, 3.2))
-    up.plot(seconds, [r / 1e12 for r in rates])
-    up.set(xlabel="seconds since idle", ylabel="TFLOP/s", ylim=(0, None))
+    "One matmul after a pause: TFLOP/s, MHz and W against seconds; samples are (seconds, MHz, W, …)."
+    fig, axes = show.axes(1, 3, figsize=(7.8, 2.8))
     at = [s for s in samples if 0 <= s[0] <= seconds[-1]]
-    for i, label in ((1, "clock, MHz"), (2, "power, W")):
-        down.plot([s[0] for s in at], [s[i] for s in at], "o-", ms=3, label=label)
-    down.set(xlabel="seconds since idle", ylabel="MHz, and W", ylim=(0, 2200))
-    down.legend(loc="center right")
+    curves = [(seconds, [r / 1e12 for r in rates])] + [
+        ([s[0] for s in at], [s[i] for s in at]) for i in (1, 2)
+    ]
+    for ax, (xs, ys), label in zip(axes, curves, ("TFLOP/s", "clock, MHz", "power, W"), strict=True):
+        ax.plot(xs, ys, lw=1)
+        ax.set(xlabel="seconds", ylabel=label, ylim=(0, 1.15 * max(ys, default=1)))
     return fig
 
 
-def draw_rates(rates, unit, log=False):
+def draw_rates(rates, unit):
     "Horizontal bars of {label: value}, each with its value at its end."
     fig, ax = show.axes(figsize=(6.4, 1.0 + 0.34 * len(rates)))
-    ax.barh(list(rates), list(rates.values()), color=BLUE, log=log)
+    ax.barh(list(rates), list(rates.values()), color=BLUE)
     for row, v in enumerate(rates.values()):
         ax.text(v, row, f" {v:.3g}", va="center")
     ax.invert_yaxis()
-    ax.grid(False)
-    ax.set(
-        xlabel=unit, xlim=(min(rates.values()) / 3 if log else 0, max(rates.values()) * (6 if log else 1.15))
-    )
-    return fig
-
-
-def draw_growth(runs):
-    "FLOPs of known training runs against their year, [(name, year, FLOPs), …], and the line through them."
-    fig, ax = show.axes()
-    years, logs = [r[1] for r in runs], [math.log10(r[2]) for r in runs]
-    slope, at_zero = statistics.linear_regression(years, logs)
-    ax.semilogy(years, [r[2] for r in runs], "o", color=BLUE)
-    ends = [min(years) - 0.5, max(years) + 1.5]
-    ax.semilogy(ends, [10 ** (at_zero + slope * x) for x in ends], "--", lw=1, color=GREY)
-    for name, year, flops in runs:
-        ax.annotate(name, (year, flops), xytext=(-7, 4), textcoords="offset points", fontsize=8, ha="right")
-    ax.set(xlabel="year", ylabel="FLOPs of the training run", title=f"× {10**slope:.1f} a year")
-    ax.set_xlim(ends[0] - 1.5, ends[1])
+    ax.set(xlabel=unit, xlim=(0, max(rates.values()) * 1.15))
     return fig
 
 

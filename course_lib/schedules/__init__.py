@@ -1,224 +1,183 @@
-"""Lesson schedules: learning-rate schedules, the range test, and steps to a target.
+"""Lesson schedules: the network of the lesson, many of them trained side by side, and steps to a target.
 
-A schedule is a function of t, the part of the run that is done, from 0 to 1.
+A plan is a list of (learning rate, momentum), one for each step. A curve is a list of (step, accuracy).
 """
 
-import contextlib
-import copy
 import math
-import random
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-# --- schedules
+from course_lib import data
 
 
-def fractions(steps, last=True):
-    """The part of the run that is done at each of `steps` steps: [0, …, 1] in equal parts.
+class Task(NamedTuple):
+    "Images as patches, x [N, patches, pixels] standardised, y int64 [N]; pairs (x, y), on the device."
 
-    With `last`, the last step is at 1, as torch's schedulers have it; without, at 1 - 1/steps, as in fastai.
-    ValueError for fewer than two steps: a schedule needs a start and an end.
+    train: tuple
+    valid: tuple
+    classes: int
+
+
+def digits(device="cpu"):
+    "The 8x8 digits, each image one patch of 64 pixels."
+    d = data.digits()
+    mean, std = d.train[0].mean(), d.train[0].std()
+    sides = [(((x - mean) / std).flatten(2).to(device), y.to(device)) for x, y in (d.train, d.valid)]
+    return Task(*sides, 10)
+
+
+def typefaces(n=8000, n_valid=500, device="cpu"):
+    "Crops of 24x24 pixels of printed prose, labelled by typeface, each as 16 overlapping patches of 12x12."
+    d = data.typefaces(24, n, seed=0, em=(9, 12), n_valid=n_valid)
+    sides = [(_patches(x.to(device), 12, 4), y.to(device)) for x, y in (d.train, d.valid)]
+    return Task(*sides, len(d.names))
+
+
+def _patches(images, size, stride):
+    # Paper and ink differ from page to page: each image gets mean 0 and standard deviation 1.
+    x = images.float()
+    x = (x - x.mean((1, 2, 3), keepdim=True)) / x.std((1, 2, 3), keepdim=True)
+    return F.unfold(x, size, stride=stride).transpose(1, 2).contiguous()
+
+
+def batches(task, seed, steps, size):
+    "`steps` batches (x, y) of `size` samples, drawn with replacement: the batches of `train_many`."
+    order = _order(len(task.train[1]), seed, steps, size).to(task.train[1].device)
+    return [tuple(t[i] for t in task.train) for i in order]
+
+
+def _order(n, seed, steps, size):
+    draw = torch.Generator().manual_seed(2**32 + seed)  # another stream than the weights'
+    return torch.randint(n, (steps, size), generator=draw)
+
+
+class Nets(nn.Module):
+    """Residual networks side by side, one for each of `seeds`: a linear stem, `blocks` of x + W relu(x) + b,
+    the mean over patches, a linear head. He et al. 2015's initialisation in every layer.
+
+    Takes x [N, patches, pixels], the same for all, or [runs, N, patches, pixels]; gives [runs, N, classes].
+    Equal seeds give equal networks. With `normalise`, each block and the head first bring every row of
+    numbers to mean 0 and variance 1 (layer norm without parameters).
     """
-    if steps < 2:
-        raise ValueError(f"a schedule of {steps} steps has no start and end; expected at least 2 steps")
-    return [s / (steps - last) for s in range(steps)]
+
+    def __init__(self, seeds, pixels, classes, width=32, blocks=12, normalise=False):
+        super().__init__()
+        generators = [torch.Generator().manual_seed(s) for s in seeds]
+
+        def draw(*shape, gain=2.0):
+            std = math.sqrt(gain / shape[-2])
+            return nn.Parameter(torch.stack([torch.randn(shape, generator=g) for g in generators]) * std)
+
+        self.normalise = normalise
+        self.stem = draw(pixels, width, gain=1.0)
+        self.blocks = draw(blocks, width, width)
+        self.head = draw(width, classes)
+        self.stem_bias = nn.Parameter(torch.zeros(len(seeds), 1, width))
+        self.biases = nn.Parameter(torch.zeros(len(seeds), blocks, 1, width))
+        self.head_bias = nn.Parameter(torch.zeros(len(seeds), 1, classes))
+
+    def forward(self, x):
+        runs, (n, patches, pixels) = len(self.stem), x.shape[-3:]
+        x = x.reshape(-1, n * patches, pixels).expand(runs, -1, -1)
+        x = torch.baddbmm(self.stem_bias, x, self.stem)
+        for w, b in zip(self.blocks.unbind(1), self.biases.unbind(1), strict=True):
+            x = x + torch.baddbmm(b, self._activation(x), w)
+        x = self._activation(x).view(runs, n, patches, -1).mean(2)
+        return torch.baddbmm(self.head_bias, x, self.head)
+
+    def _activation(self, x):
+        return torch.relu(F.layer_norm(x, x.shape[-1:]) if self.normalise else x)
+
+    def losses(self, x, y):
+        "Each run's mean cross-entropy, [runs]; y is [N] or [runs, N]."
+        out = self(x)
+        y = y.expand(len(out), -1)
+        return F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+
+    @torch.no_grad()
+    def accuracy(self, x, y):
+        "Each run's accuracy, [runs], 0..1; NaN where the network's answers are NaN or infinite."
+        out = self(x)
+        right = (out.argmax(-1) == y).float().mean(1)
+        return right.masked_fill(~out.isfinite().flatten(1).all(1), math.nan)
+
+    def keep(self, index):
+        "Go on with these runs only. The parameters are new objects."
+        for name, p in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(p.detach()[index]))
 
 
-def part(warmup, steps):
-    "A warm-up of `warmup` steps as a part of a run of `steps`. ValueError where it doesn't fit."
-    if steps < 1 or not 0 <= warmup <= steps:
-        raise ValueError(
-            f"a warm-up of {warmup} steps in a run of {steps}; expected from 0 steps to the whole run: "
-            "shorten the warm-up or lengthen the run"
-        )
-    return warmup / steps
+class Runs(NamedTuple):
+    "Of each run its curve, and its training losses [steps] on the CPU, NaN after its end."
+
+    curves: list
+    losses: torch.Tensor
 
 
-def _cosine(start, end, t):
-    return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
+def train_many(task, plans, seeds, batch=256, every=10, target=None, hold=3, watch=None, **net):
+    """Train one network for each plan and seed, side by side, by SGD with momentum; returns `Runs`.
 
-
-def _checked(t, warmup):
-    for name, value in (("t", t), ("warmup", warmup)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value:g}; expected a part of the run, from 0 to 1")
-
-
-def warmup_cosine(t, peak, warmup=0.1, start=0.0, end=0.0):
-    """Learning rate at t: a line from `start` to `peak` at t = `warmup`, then half a cosine to `end` at 1.
-
-    Loshchilov & Hutter 2016 for the cosine, Goyal et al. 2017 for the warm-up.
+    A seed decides the first weights and the batches: runs of one seed differ in nothing but their plan. Every
+    `every` steps the validation accuracy is measured. A run ends with its plan, when its loss is NaN or
+    infinite, or when `hold` accuracies in a row were `target` or more. `watch(step, nets)` is called before
+    each measurement. `net` goes to `Nets`.
     """
-    _checked(t, warmup)
-    if t < warmup:
-        return start + (peak - start) * t / warmup
-    return _cosine(peak, end, (t - warmup) / (1 - warmup) if warmup < 1 else 0.0)
-
-
-def one_cycle(t, peak, warmup=0.25, div=25.0, div_final=1e5, moms=(0.95, 0.85, 0.95)):
-    """Learning rate and momentum at t, as (lr, momentum). The defaults are fastai's; see `as_torch`.
-
-    Half a cosine from peak / div to `peak` at t = `warmup`, another to peak / div_final at 1. The momentum
-    goes from moms[0] to moms[1] to moms[2] at the same places. Smith & Topin 2017, with fastai's cosines.
-    """
-    _checked(t, warmup)
-    if t < warmup:
-        u = t / warmup
-        return _cosine(peak / div, peak, u), _cosine(moms[0], moms[1], u)
-    u = (t - warmup) / (1 - warmup) if warmup < 1 else 0.0
-    return _cosine(peak, peak / div_final, u), _cosine(moms[1], moms[2], u)
-
-
-def as_torch(steps, pct_start=0.3, div_factor=25.0, final_div_factor=1e4):
-    """The arguments with which `one_cycle` at `fractions(steps)` is torch's OneCycleLR.
-
-    Torch counts the peak's place in steps from the first, and divides the *first* rate for the last one.
-    """
-    warmup = (pct_start * steps - 1) / (steps - 1)
-    return {"warmup": warmup, "div": div_factor, "div_final": div_factor * final_div_factor}
-
-
-def constant_then_drop(t, lr, drop=0.75, factor=0.1):
-    "Learning rate at t: `lr` until t = `drop`, then `factor` of it."
-    _checked(t, drop)
-    return lr if t < drop else lr * factor
-
-
-# --- the range test
-
-
-class RangeTest(NamedTuple):
-    "A usable learning rate; the rates tried, the loss of each batch, and the losses smoothed."
-
-    lr: float
-    lrs: list
-    losses: list
-    smooth: list
-
-
-def range_test(model, opt, loss_fn, batches, low=1e-5, high=10.0, steps=100, beta=0.98, last=True):
-    """Train while the rate grows from `low` to `high`; pick a tenth of the rate with the lowest loss.
-
-    `batches` gives (x, y), and is begun again where it ends. The loss is smoothed by an exponential average
-    with `beta`, corrected for its start; the test stops where it passes four times its lowest value or is no
-    number. Weights, batch-norm statistics, gradients, optimiser, train or eval mode and the states of the
-    random generators are afterwards what they were before. `last` is as for `fractions`; False is fastai's.
-    ValueError where `low` and `high` are no range or there are no batches. Smith 2015; fastai's `lr_find`.
-    """
-    if not 0 < low < high < math.inf:
-        raise ValueError(f"a range from {low} to {high}; expected 0 < low < high")
-    lrs, losses, smooth = [], [], []
-    average, lowest = 0.0, math.inf
-    with kept(model, opt):
-        model.train()
-        supply = _again_and_again(batches)
-        for k, t in enumerate(fractions(steps, last), 1):
-            x, y = next(supply)
-            lr = low * (high / low) ** t
-            for group in opt.param_groups:
-                group["lr"] = lr
-            loss = loss_fn(model(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            average = beta * average + (1 - beta) * loss.item()
-            lrs.append(lr)
-            losses.append(loss.item())
-            smooth.append(average / (1 - beta**k))
-            lowest = min(lowest, smooth[-1])
-            if not smooth[-1] <= 4 * lowest:
-                break
-    best = min(range(len(lrs)), key=lambda k: smooth[k] if math.isfinite(smooth[k]) else math.inf)
-    return RangeTest(lrs[best] / 10, lrs, losses, smooth)
-
-
-def _again_and_again(batches):
-    while True:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield batch
-        if empty:
-            raise ValueError(
-                "there are no batches: expected a list or a loader that can be gone through again"
-            )
-
-
-@contextlib.contextmanager
-def kept(model, opt):
-    """What happens inside leaves no trace in `model`, `opt` and the random generators, even where it fails.
-
-    Weights and buffers are written back in place, so that an optimiser and views still refer to them.
-    """
-    # state_dict holds the tensors themselves, which training overwrites: copies are needed.
-    tensors = [(t, t.detach().clone()) for t in [*model.parameters(), *model.buffers()]]
-    grads = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    modes = [(m, m.training) for m in model.modules()]
-    state = copy.deepcopy(opt.state_dict())
-    generators = _generators()
-    try:
-        yield
-    finally:
+    x, y = task.train
+    device, steps = x.device, max(map(len, plans))
+    nets = Nets(seeds, x.shape[-1], task.classes, **net).to(device)
+    velocity = [torch.zeros_like(w) for w in nets.parameters()]
+    # A plan that has ended has a rate of 0: its weights stay.
+    padded = [F.pad(torch.tensor(plan), (0, 0, 0, steps - len(plan))) for plan in plans]
+    rates = torch.stack(padded).to(device)
+    order = {s: _order(len(y), s, steps, batch) for s in set(seeds)}
+    picked = torch.stack([order[s] for s in seeds]).to(device)
+    curves, losses = [[] for _ in plans], torch.full((len(plans), steps), math.nan, device=device)
+    alive, held = torch.arange(len(plans), device=device), [0] * len(plans)
+    for step in range(steps):
+        chosen = picked[:, step]
+        loss = nets.losses(x[chosen], y[chosen])
+        weights = list(nets.parameters())
+        gradients = torch.autograd.grad(loss.sum(), weights)  # no run's loss depends on another's weights
         with torch.no_grad():
-            for t, before in tensors:
-                t.copy_(before)
-        for p, before in grads:
-            p.grad = before
-        for m, before in modes:
-            m.training = before
-        opt.load_state_dict(state)
-        _restore(generators)
+            for w, v, g in zip(weights, velocity, gradients, strict=True):
+                lr, momentum = rates[:, step].view(-1, 2, *[1] * (w.ndim - 1)).unbind(1)
+                w -= lr * v.mul_(momentum).add_(g)
+        losses[alive, step] = loss.detach()
+        if (step + 1) % every and step + 1 < steps:
+            continue
+        if watch:
+            watch(step + 1, nets)
+        accuracy, finite = nets.accuracy(*task.valid).tolist(), loss.isfinite().tolist()
+        going = []
+        for k, run in enumerate(alive.tolist()):
+            curves[run].append((step + 1, accuracy[k]))
+            held[run] = held[run] + 1 if target is not None and accuracy[k] >= target else 0
+            if finite[k] and accuracy[k] == accuracy[k] and step + 1 < len(plans[run]) and held[run] < hold:
+                going.append(k)
+        if len(going) < len(alive):  # only the runs that go on are computed
+            if not going:
+                break
+            nets.keep(going)
+            alive = alive[going]
+            velocity, rates, picked = [v[going] for v in velocity], rates[going], picked[going]
+    return Runs(curves, losses.cpu())
 
 
-def _generators():
-    "The states of torch's, Python's and NumPy's generators."
-    import numpy as np
-
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _restore(states):
-    import numpy as np
-
-    cpu, cuda, python, numpy = states
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)
-
-
-# --- steps to a target
-
-
-def steps_to_target(curves, target, hold=3):
-    """When each run reached `target` to stay, and the median over the runs: (list, median).
-
-    A curve is a list of (step, value) in order. A run has reached the target at the first step from which
-    `hold` evaluations one after the other are at `target` or above; None where that never happens. A run that
-    never reached it counts as longer than every other in the median: half of them or more make it None.
-    """
-    if hold < 1:
-        raise ValueError(f"hold is {hold}; expected at least 1 evaluation")
-    each = [_reached(curve, target, hold) for curve in curves]
-    return each, median(each)
-
-
-def _reached(curve, target, hold):
-    run = 0
-    for k, (_, value) in enumerate(curve):
-        run = run + 1 if value >= target else 0
-        if run == hold:
+def reached(curve, target, hold=3):
+    "The first step of the first `hold` accuracies in a row that are all `target` or more; None if never."
+    row = 0
+    for k, (_, accuracy) in enumerate(curve):
+        row = row + 1 if accuracy >= target else 0
+        if row == hold:
             return curve[k - hold + 1][0]
     return None
 
 
-def median(values):
-    "The median of numbers among which None is more than any; of an even number, the mean of the middle two."
-    if not values:
-        raise ValueError("the median of no runs; expected at least one")
-    ranked = sorted(math.inf if v is None else v for v in values)
-    middle = (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
-    return middle if math.isfinite(middle) else None
+def median(steps):
+    "The median of the runs that reached the target, and how many never did; (None, n) where none did."
+    there = sorted(s for s in steps if s is not None)
+    never = len(steps) - len(there)
+    return (there[(len(there) - 1) // 2] + there[len(there) // 2]) / 2 if there else None, never

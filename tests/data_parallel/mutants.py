@@ -7,19 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from course_lib import data_parallel
-from course_lib.data_parallel import BucketedDataParallel, DataParallel, fill_buckets, send_state
+from course_lib.data_parallel import BucketedDataParallel, DataParallel, fill_buckets, send_state, solutions
 from course_lib.data_parallel import network as data_parallel_network
-from course_lib.data_parallel import sharded as data_parallel_sharded
 from course_lib.data_parallel.sharded import GatherComputeFree, ShardedAdam
 
 REFERENCE = {
-    "data_parallel.1": data_parallel.ring_all_reduce,
-    "data_parallel.2": DataParallel,
-    "data_parallel.3": BucketedDataParallel,
-    "data_parallel.4": data_parallel.accumulate,
-    "data_parallel.5": data_parallel_network.exposed,
-    "data_parallel.6": ShardedAdam,
-    "data_parallel.7": data_parallel_sharded.sharded_linear,
+    number: tuple(getattr(solutions, name) for name in names) for number, names in solutions.EXERCISES.items()
 }
 
 

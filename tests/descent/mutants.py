@@ -250,6 +250,10 @@ def seeds_once(experiment, arms, seeds):
     return {name: [100 * (experiment(**o) - b) for b in base] for name, o in arms.items()}
 
 
+def repeats_the_base(experiment, arms, seeds):
+    return {name: paired_gains(experiment, {name: o}, seeds)[name] for name, o in arms.items()}
+
+
 def gives_shares(experiment, arms, seeds):
     got = paired_gains(experiment, arms, seeds)
     return {name: [gain / 100 for gain in gains] for name, gains in got.items()}
@@ -296,6 +300,6 @@ MUTANTS = {
     ],
     "descent.6": [
         (rolls, paired_gains), (moves_all_alike, paired_gains), (prefers_the_middle, paired_gains),
-        (move, seeds_once), (move, gives_shares),
+        (move, seeds_once), (move, repeats_the_base), (move, gives_shares),
     ],
 }  # fmt: skip

@@ -8,6 +8,8 @@ import torch
 
 matplotlib.use("agg")
 
+from descent import mutants
+
 from course_lib import checking as core
 from course_lib import descent
 from course_lib.descent import check, figures, solutions
@@ -33,8 +35,9 @@ def test_figures_draw_whatever_happens():
     for values in ({}, {"lr_over_limit": 2.0, "kappa": 400, "steps": 2000}, {"kappa": 2, "momentum": 0.95}):
         fig = figures.draw_walk(figures.walk(**values))
         fig.canvas.draw()  # a path that overflowed has been drawn, too
-    path, never = torch.tensor([[1.0, 1.0], [math.inf, math.nan]]), [math.inf, 3]
-    figures.draw_methods({"a": lambda w: w.sum(-1)}, {("m", "a"): path}, [0.1, 1], {("m", "a"): never})
+    path, never = torch.tensor([[1.0, 1.0], [math.inf, math.nan]]), {0.1: math.inf, 1: 3}
+    figures.draw_methods({"a": lambda w: w.sum(-1)}, {("m", "a"): path}, {("m", "a"): never})
+    figures.draw_gains({"x": {"a": [0.0, 0.0], "b": [1.0, -1.0]}, "y": {"a": [1.0, 2.0], "b": [0.0, 0.0]}})
     plt.close("all")
 
 
@@ -54,9 +57,17 @@ def test_what_a_check_says():
             ask(*answer)
         return str(e.value)
 
+    def one_tensor(f, start, lr, steps):
+        return solutions.descend(f, start, lr, steps)[-1:].expand(steps + 1, *start.shape)
+
+    assert "clear .grad" in says(check.descend, mutants.MUTANTS["descent.1"][0])
+    assert "one tensor many times" in says(check.descend, one_tensor)
     assert "vector of shape [220]" in says(check.largest_stable_lr, lambda p, n: p(torch.ones(3)).norm())
     assert "longer steps are stable" in says(check.largest_stable_lr, lambda p, n: 1e-9)
     assert "explodes" in says(check.largest_stable_lr, lambda p, n: 1e6)
     assert "the class of an optimiser" in says(check.momentum, lambda params, lr: 3)
     assert "(losses, valid_losses)" in says(check.fit, lambda *a: (solutions.fit(*a)[0],))
+    assert "moved alike" in says(check.remedy, mutants.moves_all_alike, solutions.paired_gains)
+    assert "manual_seed" in says(check.remedy, solutions.move, mutants.seeds_once)
+    assert "once for each seed" in says(check.remedy, solutions.move, mutants.repeats_the_base)
     assert "expected a dict" in says(check.remedy, solutions.move, lambda *a: None)

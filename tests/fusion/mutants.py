@@ -6,20 +6,13 @@ import torch
 from fusion import mutants_compiled as compiled
 from fusion import mutants_memory as memory
 
-from course_lib import fusion
-from course_lib.fusion import breaks as fusion_breaks
-from course_lib.fusion import budget as fusion_budget
 from course_lib.fusion import small as fusion_small
+from course_lib.fusion import solutions
 from course_lib.fusion.codegen import TRITON, literal
 from course_lib.fusion.graph import Graph, Node
 
 REFERENCE = {
-    "fusion.1": fusion.chain_bytes,
-    "fusion.2": fusion_small.capture,
-    "fusion.3": fusion_small.generate,
-    "fusion.4": fusion_breaks.standardise,
-    "fusion.5": fusion_breaks.Centre,
-    "fusion.6": fusion_budget.choose,
+    number: tuple(getattr(solutions, name) for name in names) for number, names in solutions.EXERCISES.items()
 }
 
 

@@ -5,14 +5,10 @@ import math
 import torch
 
 from course_lib import precision
+from course_lib.precision import solutions
 
 REFERENCE = {
-    "precision.1": (precision.encode, precision.decode),
-    "precision.2": precision.Scaler,
-    "precision.3": precision.master_step,
-    "precision.4": precision.stochastic_round,
-    "precision.5": precision.chunked_sum,
-    "precision.6": (precision.to_fp8, precision.from_fp8),
+    number: tuple(getattr(solutions, name) for name in names) for number, names in solutions.EXERCISES.items()
 }
 
 

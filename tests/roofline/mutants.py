@@ -92,6 +92,11 @@ def defaults_to_zero(rows, steps, gpu):
     return {c: t * 1e-3 / steps for c, t in total.items()}
 
 
+def only_what_ran(rows, steps, gpu):
+    found = solutions.class_ms(rows, steps, gpu)
+    return {c: ms for c, ms in found.items() if ms}
+
+
 def _class_ms(rows, steps, gpu, keep, us):
     total = dict.fromkeys((*roofline.CLASSES, "other"), 0.0)
     for r in rows:
@@ -157,9 +162,9 @@ def by_doubling(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
 
 
 def by_times_of_a_row(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
-    "Right: seconds of the weights over seconds that each row gains; a float that is whole."
+    "Right: seconds of the weights over seconds that each row gains."
     gained = 2 * fan_in * fan_out / peak_flops - itemsize * (fan_in + fan_out) / peak_bytes
-    return None if gained <= 0 else float(math.ceil(itemsize * fan_in * fan_out / peak_bytes / gained))
+    return None if gained <= 0 else math.ceil(itemsize * fan_in * fan_out / peak_bytes / gained)
 
 
 def weights_alone(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
@@ -169,6 +174,11 @@ def weights_alone(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
 def forgets_the_result(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
     gain = 2 * fan_in * fan_out * peak_bytes - itemsize * fan_in * peak_flops
     return math.ceil(itemsize * fan_in * fan_out * peak_flops / gain) if gain > 0 else None
+
+
+def one_more_than_the_floor(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
+    gain = 2 * fan_in * fan_out * peak_bytes - itemsize * (fan_in + fan_out) * peak_flops
+    return int(itemsize * fan_in * fan_out * peak_flops // gain) + 1 if gain > 0 else None
 
 
 def rounds_down(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
@@ -250,9 +260,10 @@ def _mfu(per_token, rate, gpus, peak):
     return rate * per_token / (gpus * peak)
 
 
-def half_the_sequence(m, rate, gpus, peaks):
-    "Right: seq / 2 keys."
-    return _mfu(_per_token(m, m.seq / 2), rate, gpus, peaks["dense"])
+def pair_by_pair(m, rate, gpus, peaks):
+    "Right: the mean over the positions of a sequence."
+    mean = statistics.fmean(_per_token(m, keys) for keys in range(1, m.seq + 1))
+    return _mfu(mean, rate, gpus, peaks["dense"])
 
 
 def sums_the_mask(m, rate, gpus, peaks):
@@ -266,24 +277,28 @@ def full_attention(m, rate, gpus, peaks):
     return _mfu(_per_token(m, m.seq), rate, gpus, peaks["dense"])
 
 
+def half_the_sequence(m, rate, gpus, peaks):
+    return _mfu(_per_token(m, m.seq / 2), rate, gpus, peaks["dense"])
+
+
 def everything_halved(m, rate, gpus, peaks):
     return _mfu(_per_token(m, m.seq) / 2, rate, gpus, peaks["dense"])
 
 
 def refuses_by_the_sparse_peak(m, rate, gpus, peaks):
-    return 2 * _mfu(_per_token(m, m.seq / 2), rate, gpus, peaks["sparse"])
+    return 2 * _mfu(_per_token(m, (m.seq + 1) / 2), rate, gpus, peaks["sparse"])
 
 
 def embedding_table_too(m, rate, gpus, peaks):
-    return _mfu(_per_token(m, m.seq / 2) + 6 * m.vocab * m.width, rate, gpus, peaks["dense"])
+    return _mfu(_per_token(m, (m.seq + 1) / 2) + 6 * m.vocab * m.width, rate, gpus, peaks["dense"])
 
 
 def forgets_the_gpus(m, rate, gpus, peaks):
-    return _mfu(_per_token(m, m.seq / 2), rate / max(gpus, 2), 1, peaks["dense"])
+    return _mfu(_per_token(m, (m.seq + 1) / 2), rate / max(gpus, 2), 1, peaks["dense"])
 
 
 def caps_at_100_per_cent(m, rate, gpus, peaks):
-    return min(1.0, rate * _per_token(m, m.seq / 2) / (gpus * peaks["dense"]))
+    return min(1.0, rate * _per_token(m, (m.seq + 1) / 2) / (gpus * peaks["dense"]))
 
 
 # --- roofline.6: stopwatches --------------------------------------------------------------
@@ -364,21 +379,21 @@ RIGHT = {
     "roofline.2": [filters_and_groups, defaults_to_zero],
     "roofline.3": [by_doubling, by_times_of_a_row],
     "roofline.4": [product_by_product, per_token_times_tokens],
-    "roofline.5": [half_the_sequence, sums_the_mask],
+    "roofline.5": [pair_by_pair, sums_the_mask],
     "roofline.6": [one_loop, synchronised_once],
 }
 
 MUTANTS = {
     "roofline.1": [forgets_the_factor_2, reads_the_weights_for_every_batch, reads_a_broadcast_bias_in_full,
                    shares_the_weights_of_a_batched_product, sums_a_vector_to_nothing, assumes_two_bytes],
-    "roofline.2": [adds_totals, counts_every_row, counts_triton_twice, forgets_generated_kernels,
-                   milliseconds_of_all_steps, always_the_host],
-    "roofline.3": [weights_alone, forgets_the_result, rounds_down, two_bytes_always,
-                   negative_where_there_is_none, next_power_of_two],
+    "roofline.2": [only_what_ran, adds_totals, counts_every_row, counts_triton_twice,
+                   forgets_generated_kernels, milliseconds_of_all_steps, always_the_host],
+    "roofline.3": [weights_alone, one_more_than_the_floor, forgets_the_result, rounds_down,
+                   two_bytes_always, negative_where_there_is_none, next_power_of_two],
     "roofline.4": [six_n_d, forward_only, attention_causal_here, counts_the_embedding_table,
                    feed_forward_is_four_widths, one_sequence],
-    "roofline.5": [full_attention, everything_halved, refuses_by_the_sparse_peak, embedding_table_too,
-                   forgets_the_gpus, caps_at_100_per_cent],
+    "roofline.5": [full_attention, half_the_sequence, everything_halved, refuses_by_the_sparse_peak,
+                   embedding_table_too, forgets_the_gpus, caps_at_100_per_cent],
     "roofline.6": [synchronise_after_the_clock, mean_of_the_runs, upper_median, warm_up_among_the_runs,
                    the_loop_over_its_runs, another_clock],
 }  # fmt: skip
