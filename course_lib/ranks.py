@@ -287,7 +287,7 @@ def _where(stack):
     "faulthandler's dump, the main thread last -> 'at line 12 of train (model.py): dist.all_reduce(x)'."
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack.strip().split("\n\n")[-1], re.MULTILINE)
     for file, line, name in frames:
-        if not _INNER.search(file):
+        if file != "<string>" and not _INNER.search(file):  # the fork server's own first line
             place = f"at line {line} of {name} ({_named(file).strip(chr(34)).rpartition('/')[2]})"
             return f"{place}: {linecache.getline(file, int(line)).strip()[:100]}"
     return f"in {frames[0][2]}" if frames else "not answering, as a stopped process"
