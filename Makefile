@@ -27,7 +27,7 @@ lab: $(ENV)
 
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu" -p course_lib.authoring.plugin \
-	    --nbval-lax --nbval-current-env --nbval-cell-timeout=120 tests nbs
+	    --nbval-lax --nbval-current-env --nbval-cell-timeout=300 tests nbs
 
 lint: $(ENV)
 	$(PY) -m ruff check .
