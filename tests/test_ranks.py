@@ -174,9 +174,13 @@ def test_much_output_is_cut_and_holds_nobody_up(group, capsys):
 
 
 def test_an_interrupt_ends_the_ranks(group, capsys):
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        group.run(lambda: time.sleep(100))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            group.run(lambda: time.sleep(100))
+    finally:
+        signal.signal(signal.SIGINT, was)
     assert capsys.readouterr().out.count(": group.run(lambda: time.sleep(100))\n") == 3
     assert not pids(group) and group.run(programs.rank) == [0, 1, 2]
 
