@@ -70,7 +70,7 @@ def test_one_process_learns_the_sparse_digits():
 def test_figures_draw_what_they_are_given(monkeypatch):
     sums = torch.tensor([1.0, 1.5, 1.5])
     fig = figures.draw_orders({"a loop": sums, "a tree": sums[1:]}, 1.25)
-    assert [ax.get_title() for ax in fig.axes] == [
+    assert [ax.get_title() + ax.get_title(loc="left") for ax in fig.axes] == [
         "a loop: 2 different sums in 3 orders",
         "a tree: 1 different sum in 2 orders",
     ]
