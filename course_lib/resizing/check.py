@@ -1,254 +1,293 @@
-"Checks of resizing. Oracles: torch's FLOP counter on real convolutions, Pillow, ratios known beforehand."
+"Checks of resizing. Oracles: batch norm in float64, Pillow, another loop, fastai's Learner, brute force."
 
+import copy
+import itertools
 import random
+import warnings
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn import functional as F
 
 from course_lib import checking as core
-from course_lib.checking import yours  # noqa: F401
-
-# --- resizing.1 ---------------------------------------------------------------------------
-
-
-@core.exercise("resizing.1", "FLOPs right for six stages of random shapes, odd sides among them")
-def stage_flops(answer):
-    for k in range(6):
-        batch, channels, width = core.ragged(2, 12, 3)
-        depth = (1, 2, 3, 5)[k % 4]
-        height, side = core.ragged(9, 40, 2)
-        if k == 1:
-            height, side = 2 * (height // 2) + 1, 2 * (side // 2)  # odd and even
-        layers = [nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False)]
-        layers += [nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(depth - 1)]
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            nn.Sequential(*layers)(torch.zeros(batch, channels, height, side))
-        given = (batch, channels, width, depth, height, side)
-        what = (
-            f"FLOPs of {batch} images of {height}x{side} with {channels} channels, {depth} layers of {width}"
-        )
-        core.equal(core.call(answer, *given), counter.get_total_flops(), what, "FLOPs")
+from course_lib import meter
+from course_lib.checking import require, yours  # noqa: F401
 
 
-# --- resizing.2 ---------------------------------------------------------------------------
+def _norms(net):
+    return [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+
+
+def _state(net):
+    "All of a network that a careless answer could change: tensors, then modes and momenta."
+    flags = [m.training for m in net.modules()], [m.momentum for m in _norms(net)]
+    return {k: v.clone() for k, v in net.state_dict().items()}, flags
+
+
+def _unchanged(net, before):
+    tensors, flags = _state(net)
+    changed = [k for k, v in before[0].items() if not torch.equal(v, tensors[k])]
+    require(not changed, f"{changed[:2]} of the network that was given changed; it must stay as it is")
+    require(flags == before[1], "the mode or a momentum of the network that was given changed")
+
+
+@core.exercise("resizing.1", "statistics of five networks right, weights and the originals as before")
+def recalibrate(answer):
+    for case in range(5):
+        channels, a, b = core.ragged(2, 9, 3)
+        deeper = nn.Sequential(nn.Conv2d(a, b, 3, 2), nn.BatchNorm2d(b))
+        head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(b, 4)
+        first = nn.Conv2d(channels, a, 3), nn.BatchNorm2d(a, momentum=0.3), nn.ReLU()
+        net = nn.Sequential(*first, deeper, *head)
+        for _ in range(3):  # it has been trained, on other images
+            net(3 * torch.randn(4, channels, 12, 12) - 2)
+        net.train(case % 2 == 0)
+        sizes = core.ragged(3, 9, random.randint(2, 4))
+        images = (torch.randn(n, channels, *core.ragged(9, 19, 2)) for n in sizes)
+        batches = [x * random.uniform(0.5, 3) + random.random() for x in images]
+        before, want = _state(net), _statistics(net, batches)
+        got = core.call(answer, net, (x.clone() for x in batches), mutates=(0, 1))
+        what = f"the copy after {len(batches)} batches"
+        require(isinstance(got, nn.Module), f"{what}: expected a network, got {core.kind(got)}")
+        _unchanged(net, before)
+        same = [type(m) for m in got.modules()] == [type(m) for m in net.modules()]
+        require(same, f"{what}: expected the layers of the original")
+        mine, theirs = ({t.data_ptr() for t in n.state_dict().values()} for n in (net, got))
+        require(not mine & theirs, f"{what} shares tensors with the original; copy.deepcopy gives it its own")
+        for (name, p), q in zip(net.named_parameters(), got.parameters(), strict=True):
+            require(torch.equal(p, q), f"{what}: the weight {name} changed; only statistics may")
+        for k, (norm, (mean, var)) in enumerate(zip(_norms(got), want, strict=True), 1):
+            core.close(norm.running_mean, mean, f"{what}: running_mean of batch norm {k}")
+            core.close(norm.running_var, var, f"{what}: running_var of batch norm {k}", rtol=1e-3)
+        core.equal([m.momentum for m in _norms(got)], [0.3, 0.1], f"{what}: momenta, as in the original")
+        require(not any(m.training for m in got.modules()), f"{what} is in training mode; call .eval()")
+
+
+def _statistics(net, batches):
+    "The mean of the batches' own statistics for each batch norm, layer by layer, in float64."
+    found = [[], []]
+    conv1, norm1, conv2, norm2 = (copy.deepcopy(m).double() for m in (net[0], net[1], *net[3]))
+    for x in batches:
+        with torch.no_grad():
+            for k, (conv, norm) in enumerate(((conv1, norm1), (conv2, norm2))):
+                x = conv(x.double())
+                found[k].append((x.mean((0, 2, 3)), x.var((0, 2, 3))))
+                x = F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps).relu()
+    return [[torch.stack(values).mean(0) for values in zip(*layer, strict=True)] for layer in found]
+
+
+@core.exercise("resizing.2", "four networks take images of any size, rectangles too, and keep their layers")
+def size_free(answer):
+    for case in range(4):
+        channels, a, b, classes = core.ragged(2, 12, 4)
+        height, width = core.ragged(11, 24, 2)
+        dtype = torch.float64 if case == 3 else torch.float32
+        first = nn.Conv2d(channels, a, 3, 2, padding=1), nn.BatchNorm2d(a), nn.ReLU()
+        body = nn.Sequential(*first, nn.Conv2d(a, b, 3, padding=case % 2), nn.ReLU()).to(dtype)
+        body(torch.randn(3, channels, height, width, dtype=dtype))
+        x = torch.randn(1 + case % 3, channels, height, width, dtype=dtype)
+        net = nn.Sequential(*body, nn.Flatten(), nn.Linear(body(x)[0].numel(), classes, dtype=dtype))
+        net.train(case % 2 == 0)
+        before, layers = _state(net), list(net)
+        got = core.call(answer, net, x, mutates=(0,))
+        what = f"a network for {height} × {width} pixels"
+        require(isinstance(got, nn.Sequential), f"{what}: expected nn.Sequential, got {core.kind(got)}")
+        require(list(net) == layers, f"{what}: the given network's layers changed; build a new one")
+        _unchanged(net, before)
+        require(list(got)[:5] == layers[:5], f"{what}: expected the same layer objects before the mean")
+        weights = [m.weight for m in got.modules() if isinstance(m, nn.Linear)]
+        shape = f"{what}, {b} channels in its last map: shape of the new layer's weights"
+        core.equal([tuple(w.shape) for w in weights], [(classes, b)], shape)
+        require(weights[0].dtype == dtype, f"{what}: expected weights in {dtype}, got {weights[0].dtype}")
+        body.eval(), got.eval()
+        for size in ((height, width), core.ragged(9, 40, 2), core.ragged(41, 70, 2)):
+            y = torch.randn(2, channels, *size, dtype=dtype)
+            with torch.no_grad():
+                want = F.linear(body(y).flatten(2).mean(2), weights[0], got[-1].bias)
+                core.close(core.call(got, y), want, f"{what}, given {size[0]} × {size[1]}")
 
 
 @core.exercise(
-    "resizing.2", "every epoch's size right for eight schedules, the shortest and a flat one among them"
-)
-def sizes(answer):
-    step = random.choice([8, 16, 24])
-    low = step * random.randint(2, 5)
-    cases = [
-        (10, low, low + 4 * step, step, 2),  # two epochs a level
-        (11, low, low + 3 * step, step, 2),  # nine epochs on three levels
-        (9, low, low + 5 * step, step, 1),  # eight on five: uneven
-        (4, low, low + 7 * step, step, 1),  # fewer epochs than levels: some are skipped
-        (7, low, 2 * low, low, 3),  # two sizes only
-        (3, low, low + 2 * step, step, 3),  # nothing but the end
-        (1, low, low + step, step, 1),
-        (5, low, low, step, 2),  # nothing to climb
-    ]
-    for case in cases:
-        epochs, low_, high, step_, sharp = case
-        what = f"sizes(epochs={epochs}, low={low_}, high={high}, step={step_}, sharp={sharp})"
-        got = core.call(answer, *case)
-        core.require(isinstance(got, list | tuple), f"{what}: expected a list of ints, got {core.kind(got)}")
-        core.require(
-            len(got) == epochs, f"{what}: expected {epochs} sizes, one for each epoch, got {len(got)}"
-        )
-        core.require(
-            all(isinstance(s, int) and not isinstance(s, bool) for s in got),
-            f"{what}: expected ints, got {list(got)}: use // for a division without a rest",
-        )
-        core.equal(list(got), _climb(*case), what)
-
-
-def _climb(epochs, low, high, step, sharp):
-    "The same by carrying a remainder from epoch to epoch, as Bresenham draws a line: no division."
-    before, levels = epochs - sharp, 0
-    target = low
-    while target < high:
-        target, levels = target + step, levels + 1
-    found, size, carried = [], low, 0
-    for _ in range(before):
-        found.append(size)
-        carried += levels
-        while carried >= before:
-            size, carried = size + step, carried - before
-    return found + [high] * sharp
-
-
-# --- resizing.3 ---------------------------------------------------------------------------
-
-
-@core.exercise(
-    "resizing.3", "as Pillow does it, bytes and floats, in one call a batch; fine stripes turn grey"
+    "resizing.3", "as Pillow does it, five types, rectangles, in one call a batch; stripes turn grey"
 )
 def resize(answer):
     side = random.choice([45, 51, 57])
+    tolerance = {torch.uint8: 1.001, torch.float16: 4e-3, torch.bfloat16: 2e-2}
     for n, channels, size in ((3, 1, 20), (2, 3, 31), (4, 2, side - 2), (2, 1, side + 18)):
-        noise = torch.rand(n, channels, side, side)
-        for x, tolerance in ((noise, 2e-3), ((255 * noise).round().to(torch.uint8), 1)):
-            what = f"{x.dtype} images {list(x.shape)} at size {size}".replace("torch.", "")
-            got = core.call(answer, x, size)
-            _same_kind(got, x, (n, channels, size, size), what)
-            want = _pillow(x, size)
-            core.close(got.double(), want.double(), what, rtol=0, atol=tolerance * 1.001)
-            # Rounding down passes a tolerance of one level, and shows in the mean.
-            drift = (got.double() - _pillow(x.float(), size).double()).mean().item()
-            core.require(
-                abs(drift) < 0.15, f"{what}: darker by {-drift:.2f} levels on average; round to the nearest"
-            )
-    _stripes(answer)
-    _one_call(answer)
-
-
-def _same_kind(got, x, shape, what):
-    core.require(isinstance(got, torch.Tensor), f"{what}: expected a tensor, got {core.kind(got)}")
-    core.require(
-        got.dtype == x.dtype, f"{what}: expected {x.dtype} as given, got {got.dtype}".replace("torch.", "")
-    )
-    core.require(tuple(got.shape) == shape, f"{what}: expected shape {list(shape)}, got {list(got.shape)}")
-    high = 255 if x.dtype == torch.uint8 else 1
-    inside = got.double().min() >= -1e-5 and got.double().max() <= high + 1e-5
-    core.require(inside, f"{what}: values from {got.min().item():.4g} to {got.max().item():.4g}; "
-                         f"the range was 0 to {high}")  # fmt: skip
+        noise = torch.rand(n, channels, side, side + random.choice([-8, 7]), dtype=torch.float64)
+        for dtype in (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            x = (noise * 255).round().to(dtype) if dtype == torch.uint8 else noise.to(dtype)
+            what = f"{dtype} images {list(x.shape)} at size {size}".replace("torch.", "")
+            got, want = core.call(answer, x, size), _pillow(x, size)
+            kept = isinstance(got, torch.Tensor) and got.dtype == dtype
+            require(kept, f"{what}: expected {dtype} as given, got {core.kind(got)}")
+            core.close(got.double(), want, what, rtol=0, atol=tolerance.get(dtype, 2e-3))
+            if dtype == torch.uint8:  # rounding down passes a tolerance of one level, and shows in the mean
+                drift = (got.double() - want).mean().item()
+                require(abs(drift) < 0.15, f"{what}: {drift:+.2f} levels on average; round to the nearest")
+            if dtype == torch.float64:
+                exact = F.interpolate(x, size=(size, size), mode="bilinear", antialias=True)
+                core.close(1e9 * (got - exact), 0 * exact, f"{what}, 10⁹ times the error", atol=0.01)
+    stripes = torch.zeros(2, 1, 60, 60)
+    stripes[0, 0, :, ::2], stripes[1, 0, ::2, :] = 1, 1
+    off = (core.call(answer, stripes, random.choice([12, 25]))[..., 2:-2, 2:-2] - 0.5).abs().max().item()
+    grey = f"stripes one pixel wide: expected grey, 0.5, got values up to {off:.2f} away from it"
+    require(off < 0.06, f"{grey}; average over all pixels that fall into one (antialias)")
+    few, many = (meter.of(answer, torch.rand(n, 2, 24, 29), 16, portable=False).ops for n in (2, 19))
+    require(few == many, f"{few} operators ran for 2 images and {many} for 19; resize the batch in one call")
 
 
 def _pillow(x, size):
-    "Each channel of each image by itself, with Pillow's bilinear filter."
+    "Each channel of each image by itself, with Pillow's bilinear filter on float32."
     import numpy as np
     from PIL import Image
 
     def one(plane):
-        image = Image.fromarray(plane.numpy())
-        return torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BILINEAR)))
+        image = Image.fromarray(plane.float().numpy()).resize((size, size), Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(image)).double()
 
-    return torch.stack([torch.stack([one(plane) for plane in image]) for image in x])
-
-
-def _stripes(answer):
-    x = torch.zeros(2, 1, 60, 60)
-    x[0, 0, :, ::2] = 1  # upright, one pixel wide
-    x[1, 0, ::2, :] = 1  # lying
-    for size in (12, 25):
-        middle = core.call(answer, x, size)[..., 2:-2, 2:-2]
-        off = (middle - 0.5).abs().max().item()
-        core.require(
-            off < 0.06,
-            f"black and white stripes one pixel wide at size {size}: expected an even grey, 0.5, got values "
-            f"up to {off:.2f} away from it; average over all the pixels that fall into one (antialias)",
-        )
+    found = torch.stack([torch.stack([one(plane) for plane in image]) for image in x])
+    return found.round() if x.dtype == torch.uint8 else found
 
 
-class _Calls(TorchDispatchMode):
-    "How many operators ran."
+class _Seen(nn.Module):
+    "A small network that keeps the mode in which it was called, and the images."
 
     def __init__(self):
         super().__init__()
-        self.n = 0
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *head)
+        self.seen = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
+    def forward(self, x):
+        self.seen.append((self.training, x.detach().clone()))
+        return self.net(x)
 
-
-def _one_call(answer):
-    def operators(n):
-        x = torch.rand(n, 2, 24, 24)
-        with _Calls() as calls:
-            answer(x, 16)
-        return calls.n
-
-    few, many = operators(2), operators(19)
-    core.require(
-        few == many,
-        f"{few} operators ran for 2 images and {many} for 19; expected as many: resize the batch in one call",
-    )
+    def sides(self):
+        return [x.shape[-1] for _, x in self.seen]
 
 
-# --- resizing.4 ---------------------------------------------------------------------------
+class _Passes:
+    "A loader of ragged batches, rectangles: each pass has other images, and it can only be iterated."
+
+    def __init__(self, sizes):
+        self.passes = [[(torch.randn(n, 1, 30, 34), torch.randint(5, (n,))) for n in sizes] for _ in range(9)]
+        self.taken = 0
+
+    def __iter__(self):
+        self.taken += 1
+        return iter(self.passes[self.taken - 1])
+
+    def __len__(self):
+        return len(self.passes[0])
+
+    def to(self, device):
+        return self
 
 
-@core.exercise("resizing.4", "the gain is right on four schedules, with a loader in the way and without")
-def speedup(answer):
-    full = 10 * random.randint(12, 20)
-    for k in range(4):
-        schedule = sorted(random.choices(range(20, full, 5), k=random.randint(3, 9))) + [full] * (k % 3)
-        a, b = random.uniform(1e-4, 1e-3), random.uniform(0.5, 3)
-
-        def cost(side, a=a, b=b):  # like a network's: the head's share does not shrink with the pixels
-            return a * (side // 2 + 1) ** 2 + b
-
-        costs = sorted(cost(s) for s in schedule)
-        for floor in (0.0, (costs[0] + costs[-1]) / 2, 1.5 * cost(full)):
-            # What an epoch waits for its loader beyond the device's own time, added up.
-            waits = sum(floor - c for c in costs if c < floor)
-            want = len(schedule) * (cost(full) + max(floor - cost(full), 0.0)) / (sum(costs) + waits)
-            what = f"speedup of {schedule} against {full}, floor {floor:.3g}"
-            core.close(core.call(answer, schedule, full, cost, floor), want, what)
+def _squeezed(x, side):
+    return F.interpolate(x, size=(side, side), mode="bilinear", antialias=True)
 
 
-# --- resizing.5 ---------------------------------------------------------------------------
+def _by_hand(net, passes, schedule, rate):
+    "The losses of all steps; the rate falls by a fifth after each."
+    losses, sides = [], [side for side in schedule for _ in passes[0]]
+    for side, (x, y) in zip(sides, itertools.chain(*passes), strict=False):
+        losses.append(F.cross_entropy(net(_squeezed(x, side)), y))
+        for p, grad in zip(
+            net.parameters(), torch.autograd.grad(losses[-1], [*net.parameters()]), strict=True
+        ):
+            p.data -= rate * 0.8 ** (len(losses) - 1) * grad
+    return losses
 
 
 @core.exercise(
-    "resizing.5", "paired by seed in any order; runs that never arrived count, and no pair is lost"
+    "resizing.4", "losses, weights and sizes right for five schedules, one flat and one that shrinks"
 )
-def paired_ratio(answer):
-    for n in (5, 7, 6):
-        _compare(answer, sorted(random.uniform(0.6, 4) for _ in range(n)), "all arrived")
-    four = sorted(random.uniform(0.6, 4) for _ in range(4))
-    _compare(answer, [*four, float("inf")], "one fixed run never arrived")
-    _compare(answer, [0.0, *four], "one progressive run never arrived")
-    _compare(answer, [0.0, *four[:2], float("inf"), float("inf")], "three runs never arrived")
-    _compare(answer, [four[0]], "one seed")
-    for fixed, progressive, why in (
-        ({1: 2.0, 2: 3.0, 3: 4.0}, {1: 1.0, 2: 1.5}, "a seed is missing on one side"),
-        ({1: 2.0, 2: 3.0}, {1: 1.0, 4: 1.5}, "the seeds differ"),
-        ({1: 2.0, 2: None, 3: 3.0}, {1: 1.0, 2: None, 3: 2.0}, "neither run of a seed arrived"),
-        ({}, {}, "there are no runs"),
-    ):
-        _refuses(answer, fixed, progressive, why)
+def train(answer):
+    for schedule in ([12, 18, 30], [30, 30], [26, 14], [11, 17, 17, 23], [20]):
+        net, loader, rate = _Seen().eval(), _Passes(core.ragged(3, 9, 3)), random.uniform(0.05, 0.3)
+        twin = copy.deepcopy(net).train()
+        opt = torch.optim.SGD(net.parameters(), lr=rate)
+        cycle = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)
+        for p in net.parameters():  # what an earlier backward pass left
+            p.grad = torch.ones_like(p)
+        want = _by_hand(twin, loader.passes, schedule, rate)
+        got = core.call(answer, net, opt, cycle, loader, list(schedule), mutates=(0, 1, 2, 3))
+        what = f"schedule {schedule}, 3 batches an epoch"
+        core.equal(net.sides(), twin.sides(), f"{what}: the sides that the network saw")
+        require(all(mode for mode, _ in net.seen), f"{what}: not in training mode; call net.train() first")
+        core.equal(loader.taken, len(schedule), f"{what}: passes over the batches")
+        n = len(got) if isinstance(got, list) else core.kind(got)
+        core.equal(n, len(want), f"{what}: length of the list of losses")
+        bare = all(isinstance(v, torch.Tensor) and not v.requires_grad for v in got)
+        require(bare, f"{what}: expected losses that are tensors without a graph; use loss.detach()")
+        for k, (a, b) in enumerate(zip(got, want, strict=True), 1):
+            core.close(a, b.item(), f"{what}: loss of step {k}", rtol=3e-4)
+        for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
+            core.close(p, q, f"{what}: {name} after training", rtol=1e-2, atol=1e-4)
 
 
-def _compare(answer, ratios, why):
-    "Times made from sorted ratios; the runs themselves differ far more than the two arms do."
-    middle = len(ratios) // 2
-    median = ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
-    seeds = core.ragged(0, 1000, len(ratios))
-    fixed, progressive = {}, {}
-    for seed, ratio in zip(seeds, random.sample(ratios, len(ratios)), strict=True):
-        took = 10 ** random.uniform(-1, 2)
-        fixed[seed] = None if ratio == float("inf") else (took if ratio == 0 else took * ratio)
-        progressive[seed] = None if ratio == 0 else took
-    progressive = {seed: progressive[seed] for seed in random.sample(seeds, len(seeds))}
-    got = core.call(answer, fixed, progressive)
-    core.require(
-        isinstance(got, list | tuple) and len(got) == 3,
-        f"{why}: expected a tuple (median, low, high), got {core.kind(got)}",
-    )
-    for value, want, name in zip(
-        got, (median, ratios[0], ratios[-1]), ("median", "low", "high"), strict=True
-    ):
-        what = f"{name} of the ratios, {len(ratios)} seeds, {why}"
-        if want == float("inf"):
-            core.require(value == want, f"{what}: expected infinity, got {value}")
-        else:
-            core.close(value, want, what)
+@core.exercise(
+    "resizing.5", "fastai's Learner trains at the schedule's sizes, validates at full size, fits twice"
+)
+def size_schedule(answer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fastai.callback.core import Callback
+        from fastai.data.core import DataLoaders
+        from fastai.learner import Learner
+        from fastai.optimizer import SGD
+    for schedule in ([12, 18, 30], [26, 14]):
+        net, loader, valid = _Seen(), _Passes(core.ragged(3, 9, 3)), _Passes([7, 4])
+        callback = core.call(answer, list(schedule))
+        require(isinstance(callback, Callback), "expected a fastai Callback, got " + core.kind(callback))
+        dls = DataLoaders(loader, valid, device="cpu")
+        learn = Learner(dls, net, loss_func=F.cross_entropy, opt_func=SGD, cbs=[callback])
+        learn.remove_cbs([c for c in learn.cbs if c.name == "progress"])  # it would draw a bar
+        for _ in range(2):  # the second fit begins with the schedule's first side again
+            try:
+                with learn.no_logging():
+                    learn.fit(len(schedule), lr=0.01)
+            except Exception as e:
+                if core._is_stub(e):  # fastai wraps what a callback raises
+                    raise NotImplementedError from None
+                raise core.Wrong(f"during learn.fit the callback raised {core.describe(e)}") from None
+        what = f"SizeSchedule({schedule}), two fits"
+        core.equal(len(net.seen), 10 * len(schedule), f"{what}: batches of training and validation")
+        images = [x for batches in loader.passes for x, _ in batches]
+        for k, (training, found) in enumerate(net.seen):
+            epoch, batch = divmod(k, 5)  # 3 batches of training, 2 of validation
+            side = schedule[epoch % len(schedule)] if training else 34
+            where = f"{what}: {'training' if training else 'validation'} in epoch {epoch % len(schedule)}"
+            core.equal(found.shape[-1], side, f"{where}, width of the images", "pixels")
+            if training:
+                want = _squeezed(images[3 * epoch + batch], side)
+                core.close(found, want, f"{where}, images of batch {batch}", atol=1e-3)
 
 
-def _refuses(answer, fixed, progressive, why):
-    core.require(callable(answer), f"expected a function, got {core.kind(answer)}")
-    try:
-        got = answer(dict(fixed), dict(progressive))
-    except NotImplementedError:
-        raise
-    except ValueError:
-        return
-    except Exception as e:
-        raise core.Wrong(f"{why}: expected ValueError with a sentence, got {core.describe(e)}") from None
-    raise core.Wrong(f"{why}: expected ValueError, for nothing can be compared, and got {got!r}")
+@core.exercise(
+    "resizing.6", "the longest schedule right for forty plans, budgets that are met exactly among them"
+)
+def schedule_for(answer):
+    for case in range(40):
+        sides = sorted(random.sample(range(32, 300, 4), random.randint(1, 4)))
+        plan = [(side, random.randint(1, 5)) for side in sides]
+        fixed = random.randint(1, 10**6)  # what does not shrink with the pixels
+        cost = {side: 100 * side**2 + fixed for side in [*sides, 8]}
+        want = _spread(plan, n := random.randint(0, 30) if case else 0)
+        price, longer = (sum(map(cost.get, found)) for found in (want, _spread(plan, n + 1)))
+        budget = price if case % 2 else random.randrange(max(1, longer // 2) if n == 0 else price, longer)
+        got = core.call(answer, budget, dict(cost), list(plan))
+        require(isinstance(got, list), f"expected a list of sides, got {core.kind(got)}")
+        what = f"schedule_for({budget:,}, …, {plan}) with cost { ({s: cost[s] for s in sides}) }"
+        core.equal(len(got), n, what, "epochs")
+        core.equal(got, want, what if n < 9 else f"the plan {plan} over {n} epochs")
+
+
+def _spread(plan, n):
+    "The sides of `n` epochs: epoch k belongs to the first stage whose parts reach (k + 1) / n."
+    ends, found = list(itertools.accumulate(parts for _, parts in plan)), []
+    for k in range(n):
+        found.append(next(s for (s, _), c in zip(plan, ends, strict=True) if (k + 1) * ends[-1] <= n * c))
+    return found

@@ -1,162 +1,143 @@
-"Images at their sizes, what a size costs, how well they are read, and the comparison."
+"Figures of lesson resizing: sizes, reading, statistics, costs, the contest, the explorer."
 
 import statistics
 
-from course_lib.show import COLOURS
+from course_lib.show import COLOURS, axes
+
+GREY = "#555555"
 
 
-def draw_sheet(rows, width=9.0):
-    """Rows of grey images, each drawn as wide as the others, whatever its pixels: {label: [N, 1, H, W]}.
+def _image(ax, image, title, low=0.0, high=1.0):
+    ax.imshow(image[0].cpu().float().numpy(), cmap="gray", interpolation="nearest", vmin=low, vmax=high)
+    ax.set_title(title, fontsize=9)
+    ax.set_axis_off()
 
-    A pixel is a square, so that what a smaller image has lost can be seen.
-    """
-    import matplotlib.pyplot as plt
 
-    n = max(len(x) for x in rows.values())
-    size = (width, (width / n + 0.2) * len(rows))
-    fig, axes = plt.subplots(len(rows), n, figsize=size, squeeze=False)
-    for (label, images), line in zip(rows.items(), axes, strict=True):
-        for ax in line:
-            ax.set_axis_off()
-        for ax, image in zip(line, images, strict=False):
-            _show(ax, image)
-        line[0].set_title(label, fontsize=9)
+def draw_sizes(rows):
+    "The same letters at several sizes, each pixel a square: {label: [N, 1, side, side]}, a row a size."
+    n = max(len(images) for images in rows.values())
+    fig, grid = axes(len(rows), n, figsize=(1.9 * n, 2 * len(rows)), squeeze=False)
+    for (label, images), line in zip(rows.items(), grid, strict=True):
+        for ax, image in zip(line, images, strict=True):
+            _image(ax, image, label, image.min().item(), image.max().item())
     return fig
 
 
 def draw_beside(images):
-    "Grey images beside each other, each with its label: {label: [1, H, W]}."
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, len(images), figsize=(2 * len(images), 2.2), squeeze=False)
-    for ax, (label, image) in zip(axes[0], images.items(), strict=True):
-        _show(ax, image)
-        ax.set_title(label, fontsize=9)
-        ax.set_axis_off()
+    "Images in 0..1 beside each other, each with its label: {label: [1, H, W]}."
+    fig, grid = axes(1, len(images), figsize=(2.1 * len(images), 2.3), squeeze=False)
+    for (label, image), ax in zip(images.items(), grid[0], strict=True):
+        _image(ax, image, label)
     return fig
 
 
-def _show(ax, image):
-    high = 1 if image.dtype.is_floating_point else 255
-    ax.imshow(image[0].cpu().float().numpy(), cmap="gray", interpolation="nearest", vmin=0, vmax=high)
-
-
-def draw_cost(flops, seconds):
-    "FLOPs and seconds of a training step by the images' side, each relative to the largest: two dicts."
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots()
-    for label, cost, style in (("FLOPs", flops, "o-"), ("time", seconds, "s-")):
-        most = cost[max(cost)]
-        ax.plot(list(cost), [c / most for c in cost.values()], style, label=label)
-    sides = sorted(flops)
-    ax.plot(sides, [(s / sides[-1]) ** 2 for s in sides], ":", color="#555555", label="side²")
-    ax.set(xscale="log", yscale="log", xlabel="side, pixels", ylabel="of the largest side's",
-           title="One training step")  # fmt: skip
+def draw_reading(curves, trained, chance):
+    "Accuracy by the side at which images are read, {label: {side: %}}; dotted: the side of training, chance."
+    fig, ax = axes()
+    for k, (label, curve) in enumerate(curves.items()):
+        ax.plot(list(curve), list(curve.values()), "os^D"[k] + "-", label=label)
+    ax.axvline(trained, color=GREY, linestyle=":", linewidth=1)
+    ax.axhline(chance, color=GREY, linestyle=":", linewidth=1)
+    ax.annotate(
+        "trained at this side", (trained, 101), xytext=(4, -8), textcoords="offset points", fontsize=8
+    )
+    ax.annotate("guessing", (min(curve), chance), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    sides = list(curve)
     ax.set_xticks(sides, sides)
-    ax.minorticks_off()
-    ax.legend()
+    ax.set(xlabel="side at which the letters are read, pixels", ylabel="read right, %", ylim=(0, 102))
+    ax.legend(fontsize=9, loc="best")
     return fig
 
 
-def draw_reading(curves, trained=()):
-    "Accuracy by the side at which images are read, {label: {side: accuracy}}; dotted: sides trained on."
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots()
-    for label, curve in curves.items():
-        ax.plot(list(curve), [100 * a for a in curve.values()], "o-", label=label)
-    for side in trained:
-        ax.axvline(side, color="#555555", linestyle=":", linewidth=1)
-    ax.set(xlabel="side at which the images are read, pixels", ylabel="read right, %", ylim=(0, 102))
+def draw_statistics(stored, found):
+    "What enters the first batch norm: spread of each channel, stored against measured, {label: spreads}."
+    fig, ax = axes(figsize=(5, 3.8))
+    for k, (label, values) in enumerate(found.items()):
+        ax.plot(stored, values, "os"[k], color=COLOURS[k], label=label, alpha=0.8)
+    ends = min(stored), max(stored)
+    ax.plot(ends, ends, ":", color=GREY, label="equal")
+    ax.set(xlabel="standard deviation that batch norm has stored",
+           ylabel="standard deviation now", title="The channels of the first batch norm")  # fmt: skip
     ax.legend(fontsize=9)
     return fig
 
 
-def draw_by_letter(bars):
-    "Accuracy by group of letters: {network: {group: accuracy}}."
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots()
-    groups = list(next(iter(bars.values())))
-    wide = 0.8 / len(bars)
-    for k, (label, values) in enumerate(bars.items()):
-        ax.bar(
-            [i + k * wide for i in range(len(groups))], [100 * values[g] for g in groups], wide, label=label
-        )
-    ax.set_xticks([i + 0.4 - wide / 2 for i in range(len(groups))], groups)
-    ax.set(ylabel="read right, %", ylim=(0, 105))
-    ax.grid(axis="x", visible=False)
-    ax.legend(fontsize=8, ncols=len(bars), loc="lower left", bbox_to_anchor=(0, 1))
+def draw_cost(flops, seconds):
+    "FLOPs and seconds of a training step by side, each relative to the largest side's: two dicts."
+    fig, ax = axes()
+    for label, cost, style in (("FLOPs", flops, "o-"), ("time", seconds, "s-")):
+        most = cost[max(cost)]
+        ax.plot(list(cost), [c / most for c in cost.values()], style, label=label)
+    sides = sorted(flops)
+    ax.plot(sides, [(s / sides[-1]) ** 2 for s in sides], ":", color=GREY, label="side²")
+    ax.set(xscale="log", yscale="log", xlabel="side, pixels", ylabel="relative to the largest side",
+           title="One training step")  # fmt: skip
+    ax.set_xticks(sides, sides)
+    ax.minorticks_off()
+    shares = [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]
+    ax.set_yticks(shares, ["1", "1/2", "1/4", "1/8", "1/16", "1/32"])
+    ax.set_ylim(min(1 / 17, *(c / flops[sides[-1]] for c in flops.values())) * 0.9, 1.2)
+    ax.legend()
     return fig
 
 
-def draw_study(studies):
-    "Accuracy against seconds of training, a panel for each `Study`: thin lines are seeds, thick the median."
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, len(studies), figsize=(4.6 * len(studies), 3.6), squeeze=False)
-    for study, ax in zip(studies, axes[0], strict=True):
-        for arm, colour in (("fixed", COLOURS[1]), ("progressive", COLOURS[0])):
-            lines = list(study.points(arm).values())
-            for points in lines:
-                ax.plot(
-                    *zip(*[(t, 100 * a) for t, a in points], strict=True),
-                    color=colour,
-                    alpha=0.3,
-                    linewidth=1,
-                )
-            middle = [
-                (statistics.median(t for t, _ in same), 100 * statistics.median(a for _, a in same))
-                for same in zip(*lines, strict=True)
-            ]
-            ax.plot(*zip(*middle, strict=True), "o-", color=colour, label=arm)
-        small = [run for runs in study.runs["small"].values() for run in runs]
-        ax.plot([r.seconds for r in small], [100 * r.accuracy for r in small], "x", color="#555555",
-                label="small, read small")  # fmt: skip
-        ax.axhline(100 * study.target, color="#555555", linestyle=":", linewidth=1)
-        ax.set(
-            xlabel="seconds of training",
-            ylabel="read right, %",
-            title=study.task.source,
-            xlim=(0, None),
-            ylim=(0, 102),
-        )
-        ax.legend(fontsize=9, loc="lower right")
+def draw_race(runs):
+    "Accuracy against seconds: {arm: {seed: [(seconds, %)]}}. Thin lines are seeds, a thick one their median."
+    fig, ax = axes(figsize=(6.4, 4))
+    for k, (arm, by_seed) in enumerate(runs.items()):
+        for points in by_seed.values():
+            ax.plot(*zip(*points, strict=True), "os^"[k], linestyle="-", color=COLOURS[k], alpha=0.35,
+                    linewidth=0.8, markersize=4)  # fmt: skip
+        middle = [[statistics.median(v) for v in zip(*same, strict=True)]
+                  for same in zip(*by_seed.values(), strict=True)]  # fmt: skip
+        ax.plot(*zip(*middle, strict=True), color=COLOURS[k], linewidth=2.2, marker="os^"[k], label=arm)
+    ax.set(xlabel="seconds of training", ylabel="read right, %", xlim=(0, None))
+    n = len(by_seed)
+    ax.set_title(f"Each point is one whole run; {n} seed{'s' * (n > 1)}, median thick")
+    ax.legend(loc="lower right")
     return fig
 
 
-def draw_steps(steps):
-    "Milliseconds of a training step by source of the images and side: {source: {side: seconds}}."
-    import matplotlib.pyplot as plt
+def draw_gains(gains):
+    "Time of full size over growing by target, {target %: Gain}: the median and the range of the seeds."
+    fig, ax = axes()
+    targets = list(gains)
+    low, high = [[getattr(g, end) for g in gains.values()] for end in ("low", "high")]
+    ax.fill_between(targets, low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label="all seeds")
+    ax.plot(targets, [g.median for g in gains.values()], "o-", color=COLOURS[0], markersize=3, label="median")
+    ax.axhline(1, color=GREY, linestyle=":", linewidth=1)
+    ax.annotate("equal time", (targets[0], 1), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    ax.set(xlabel="target: letters read right, %", ylabel="time, full size / growing")
+    ax.legend(fontsize=9)
+    return fig
 
-    fig, ax = plt.subplots(figsize=(6.4, 2.6))
-    labels, values, colours = [], [], []
-    for k, (source, by_side) in enumerate(steps.items()):
-        for side, seconds in by_side.items():
-            labels.append(f"{source}, {side} pixels")
-            values.append(1e3 * seconds)
-            colours.append(COLOURS[k])
-    ax.barh(labels, values, color=colours)
+
+def draw_loading(rows):
+    "Milliseconds of a training step by source of the images: {source: (at the small side, at full side)}."
+    fig, ax = axes(figsize=(6.4, 2.8))
+    for k, label in enumerate(("small side", "full side")):
+        at = [i + (k - 0.5) * 0.38 for i in range(len(rows))]
+        ax.barh(at, [1e3 * both[k] for both in rows.values()], 0.36, color=COLOURS[k], label=label)
+    ax.set_yticks(range(len(rows)), list(rows))
     ax.invert_yaxis()
     ax.set(xlabel="one training step, ms")
     ax.grid(axis="y", visible=False)
+    ax.legend(fontsize=9)
     return fig
 
 
-def view_schedule(found):
-    "The explorer's figure, from `resizing_study.explore`: the side of each epoch, and what it costs."
-    import matplotlib.pyplot as plt
-
-    fig, (top, bottom) = plt.subplots(2, 1, figsize=(6.4, 4), sharex=True)
-    epochs = range(1, len(found["sides"]) + 1)
-    top.step(epochs, found["sides"], where="mid", color=COLOURS[0])
-    top.set(ylabel="side, pixels", ylim=(0, 1.1 * found["full"]))
-    top.set_title(f"{found['speedup']:.2f} times less than full size throughout")
-    bottom.bar(epochs, found["costs"], color=COLOURS[0])
-    bottom.axhline(1, color="#555555", linestyle=":", linewidth=1)
-    if found["loader"]:
-        bottom.axhline(found["loader"], color=COLOURS[1], linewidth=1.5, label="the loader's pace")
-        bottom.legend(fontsize=9, loc="upper left")
-    bottom.set(xlabel="epoch", ylabel="cost, full-size epochs", ylim=(0, max(1.1, 1.1 * found["loader"])))
+def view_costs(found):
+    "The explorer's figure, from `resizing.explore`: the epochs' costs, and the gain by the loader's pace."
+    fig, (left, right) = axes(1, 2, figsize=(8, 3.4))
+    small, full, share = found["small"], found["full"], found["share"]
+    left.bar([f"{small} px\n{share:.0%} of the epochs", f"{full} px\n{1 - share:.0%}"], found["costs"],
+             color=COLOURS[:2])  # fmt: skip
+    left.axhline(found["loader"], color=GREY, linestyle=":", label="the loader's pace")
+    left.set(ylabel="cost of an epoch, full-size epochs", ylim=(0, 1.3))
+    left.grid(axis="x", visible=False)
+    left.legend(fontsize=8, loc="upper left")
+    right.plot(found["paces"], found["gains"], color=COLOURS[0])
+    right.plot(found["loader"], found["gain"], "o", color=COLOURS[1])
+    right.set(xlabel="the loader's pace, full-size epochs", ylabel="gain", ylim=(0.9, None))
+    right.set_title(f"{found['gain']:.2f} times less time")
     return fig

@@ -1,103 +1,170 @@
-"Wrong answers to the exercises. Each computes something, and each is what somebody would write."
+"Answers to resizing's exercises: right ones of another style, and wrong ones, each of which computes."
 
-import statistics
+import copy
+from fractions import Fraction
 
 import torch
+from fastai.callback.core import Callback
+from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
-from course_lib import resizing
+from course_lib.resizing import solutions
 
-REFERENCE = {
-    "resizing.1": resizing.stage_flops,
-    "resizing.2": resizing.sizes,
-    "resizing.3": resizing.resize,
-    "resizing.4": resizing.speedup,
-    "resizing.5": resizing.paired_ratio,
-}
+REFERENCE = {number: getattr(solutions, names[0]) for number, names in solutions.EXERCISES.items()}
 
 
-# --- resizing.1: FLOPs of a stage ---------------------------------------------------------
+# --- resizing.1: new statistics -----------------------------------------------------------
 
 
-def counts_multiply_adds(batch, channels, width, depth, height, side):
-    return resizing.stage_flops(batch, channels, width, depth, height, side) // 2
+def pytorchs_own(net, batches):
+    "Right."
+    renewed = copy.deepcopy(net)
+    update_bn(batches, renewed)
+    return renewed.eval()
 
 
-def rounds_the_side_down(batch, channels, width, depth, height, side):
-    return 18 * batch * (height // 2) * (side // 2) * width * (channels + (depth - 1) * width)
+def by_hooks(net, batches):
+    "Right: each batch norm's inputs are measured as they come, and averaged by hand."
+    renewed = copy.deepcopy(net).train()
+    seen = {m: [] for m in renewed.modules() if isinstance(m, nn.BatchNorm2d)}
+    handles = [
+        m.register_forward_pre_hook(
+            lambda m, args: seen[m].append(torch.stack([args[0].mean((0, 2, 3)), args[0].var((0, 2, 3))]))
+        )
+        for m in seen
+    ]
+    with torch.no_grad():
+        for x in batches:
+            renewed(x)
+        for m, found in seen.items():
+            mean, var = torch.stack(found).mean(0)
+            m.running_mean.copy_(mean)
+            m.running_var.copy_(var)
+    for handle in handles:
+        handle.remove()
+    return renewed.eval()
 
 
-def forgets_the_stride(batch, channels, width, depth, height, side):
-    return 18 * batch * height * side * width * (channels + (depth - 1) * width)
+def _renewed(net, batches, momentum=None, reset=True, norms=slice(None), keep=False):
+    kept = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    old = [m.momentum for m in kept]
+    for m in kept[norms]:
+        if reset:
+            m.reset_running_stats()
+        m.momentum = momentum
+    net.train()
+    with torch.no_grad():
+        for x in batches:
+            net(x)
+    for m, was in zip(kept, old, strict=True):
+        m.momentum = m.momentum if keep else was
+    return net.eval()
 
 
-def first_layer_before_the_stride(batch, channels, width, depth, height, side):
-    small = -(-height // 2) * -(-side // 2)
-    return 18 * batch * width * (height * side * channels + small * (depth - 1) * width)
+def the_last_batch(net, batches):
+    return _renewed(copy.deepcopy(net), batches, momentum=1.0)
 
 
-def every_layer_takes_the_input(batch, channels, width, depth, height, side):
-    return depth * resizing.stage_flops(batch, channels, width, 1, height, side)
+def running_average(net, batches):
+    return _renewed(copy.deepcopy(net), batches, momentum=0.1)
 
 
-def forgets_the_filter(batch, channels, width, depth, height, side):
-    return resizing.stage_flops(batch, channels, width, depth, height, side) // 9
+def on_top_of_the_old(net, batches):
+    return _renewed(copy.deepcopy(net), batches, reset=False)
 
 
-def images_are_square(batch, channels, width, depth, height, side):
-    return resizing.stage_flops(batch, channels, width, depth, side, side)
+def in_place(net, batches):
+    return _renewed(net, batches)
 
 
-def one_image(batch, channels, width, depth, height, side):
-    return resizing.stage_flops(1, channels, width, depth, height, side)
+def forgets_the_momentum(net, batches):
+    return _renewed(copy.deepcopy(net), batches, keep=True)
 
 
-# --- resizing.2: the schedule -------------------------------------------------------------
+def top_level_only(net, batches):
+    return _renewed(copy.deepcopy(net), batches, norms=slice(1))
 
 
-def reaches_full_size_early(epochs, low, high, step, sharp):
-    n, levels = epochs - sharp, (high - low) // step
-    return [low + step * (k * levels // max(n - 1, 1)) for k in range(n)] + [high] * sharp
+# --- resizing.2: any size -----------------------------------------------------------------
 
 
-def rounds_to_the_nearest(epochs, low, high, step, sharp):
-    n, levels = epochs - sharp, (high - low) // step
-    return [low + step * round(k * levels / n) for k in range(n)] + [high] * sharp
+def channels_from_the_last_convolution(net, x):
+    "Right where the last layer with channels is a convolution."
+    channels = [m for m in net[:-2].modules() if isinstance(m, nn.Conv2d)][-1].out_channels
+    head = nn.Linear(channels, net[-1].out_features).to(net[-1].weight.dtype)
+    return nn.Sequential(*net[:-2], nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(1), head)
 
 
-def not_in_steps(epochs, low, high, step, sharp):
-    n = epochs - sharp
-    return [low + (high - low) * k // n for k in range(n)] + [high] * sharp
+def layer_by_layer(net, x):
+    "Right: on the meta device, which has no data and no statistics to change."
+    with torch.device("meta"):
+        body = copy.deepcopy(net[:-2]).to("meta").eval()
+        channels = body(x.to("meta")).size(1)
+    last = nn.Linear(channels, net[-1].out_features, dtype=next(net.parameters()).dtype)
+    return nn.Sequential(*list(net)[:-2], nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
 
 
-def climbs_over_all_epochs(epochs, low, high, step, sharp):
-    levels = (high - low) // step
-    return [low + step * (k * levels // epochs) for k in range(epochs - sharp)] + [high] * sharp
+def _free(net, x, channels=None, pool=None, classes=None, dtype=None):
+    body = copy.deepcopy(net[:-2]).eval()
+    head = nn.Linear(channels or body(x).shape[1], classes or net[-1].out_features,
+                     dtype=dtype or net[-1].weight.dtype)  # fmt: skip
+    return nn.Sequential(*net[:-2], pool or nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 
-def the_end_on_top(epochs, low, high, step, sharp):
-    levels = (high - low) // step
-    return [low + step * (k * levels // epochs) for k in range(epochs)] + [high] * sharp
+def keeps_the_old_layer(net, x):
+    size = copy.deepcopy(net[:-2]).eval()(x).shape[-2:]
+    return nn.Sequential(*net[:-2], nn.AdaptiveAvgPool2d(tuple(size)), *net[-2:])
 
 
-def jumps_at_the_end(epochs, low, high, step, sharp):
-    return [low] * (epochs - sharp) + [high] * sharp
+def takes_the_largest(net, x):
+    return _free(net, x, pool=nn.AdaptiveMaxPool2d(1))
 
 
-def one_step_an_epoch(epochs, low, high, step, sharp):
-    n = epochs - sharp
-    return [min(low + step * k, high) for k in range(n)] + [high] * sharp
+def square_images(net, x):
+    side = (x.shape[-1] + 1) // 2
+    return _free(net, x, channels=max(1, net[-1].in_features // side**2))
 
 
-def gives_floats(epochs, low, high, step, sharp):
-    return [float(s) for s in resizing.sizes(epochs, low, high, step, sharp)]
+def changes_the_statistics(net, x):
+    net[:-2].train()(x)
+    return _free(net, x)
 
 
-def starts_large(epochs, low, high, step, sharp):
-    return resizing.sizes(epochs, low, high, step, sharp)[::-1]
+def forty_classes(net, x):
+    return _free(net, x, classes=40)
+
+
+def float32_always(net, x):
+    return _free(net, x, dtype=torch.float32)
 
 
 # --- resizing.3: resizing -----------------------------------------------------------------
+
+
+def by_two_matrices(x, size):
+    "Right: the filter as a matrix for rows and one for columns."
+
+    def weights(n):
+        scale = n / size
+        centre = (torch.arange(size, dtype=torch.float64)[:, None] + 0.5) * scale
+        at = torch.arange(n, dtype=torch.float64)[None] + 0.5
+        w = (1 - (at - centre).abs() / max(scale, 1)).clamp(min=0)
+        return w / w.sum(1, keepdim=True)
+
+    inside = x.double() if x.dtype == torch.float64 else x.float()
+    rows, columns = (weights(n).to(inside.dtype) for n in x.shape[-2:])
+    y = rows @ inside @ columns.T
+    return (y if x.dtype.is_floating_point else y.round().clamp(0, 255)).to(x.dtype)
+
+
+def torchvisions(x, size):
+    "Right."
+    from torchvision.transforms.v2 import functional as v2
+
+    inside = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    y = v2.resize_image(inside, [size, size], antialias=True)
+    return y.to(x.dtype) if x.dtype.is_floating_point else (y + 0.5).floor().to(x.dtype)
 
 
 def _with(x, size, **options):
@@ -105,242 +172,270 @@ def _with(x, size, **options):
     return (y if x.dtype.is_floating_point else y.round().clamp(0, 255)).to(x.dtype)
 
 
-def nearest_pixel(x, size):
-    return _with(x, size, mode="nearest")
-
-
 def bilinear_without_antialias(x, size):
     return _with(x, size, mode="bilinear")
 
 
-def corners_aligned(x, size):
-    return _with(x, size, mode="bilinear", antialias=True, align_corners=True)
-
-
-def bicubic(x, size):
-    return _with(x, size, mode="bicubic", antialias=True)
-
-
-def adaptive_average(x, size):
-    y = F.adaptive_avg_pool2d(x.float(), size)
-    return (y if x.dtype.is_floating_point else y.round()).to(x.dtype)
-
-
 def cuts_the_middle_out(x, size):
-    edge = max((x.shape[-1] - size) // 2, 0)
-    return resizing.resize(x[..., edge : edge + size, edge : edge + size], size)
+    side = min(x.shape[-2:])
+    top, left = ((n - side) // 2 for n in x.shape[-2:])
+    return solutions.resize(x[..., top : top + side, left : left + side], size)
 
 
-def gives_floats_for_bytes(x, size):
-    return F.interpolate(x.float(), size=(size, size), mode="bilinear", antialias=True)
+def float32_for_every_float(x, size):
+    return _with(x, size, mode="bilinear", antialias=True).to(
+        x.dtype if x.dtype == torch.uint8 else torch.float32
+    )
 
 
-def brings_bytes_to_one(x, size):
-    return resizing.resize(x if x.dtype.is_floating_point else x.float() / 255, size).to(x.dtype)
+def float64_through_float32(x, size):
+    return _with(x, size, mode="bilinear", antialias=True)
 
 
 def cuts_the_fraction_off(x, size):
-    return F.interpolate(x.float(), size=(size, size), mode="bilinear", antialias=True).to(x.dtype)
+    return F.interpolate(x.double(), size=(size, size), mode="bilinear", antialias=True).to(x.dtype)
 
 
 def image_by_image(x, size):
-    return torch.stack([resizing.resize(image[None], size)[0] for image in x])
+    return torch.stack([solutions.resize(image[None], size)[0] for image in x])
 
 
-def mixes_the_channels(x, size):
-    return resizing.resize(x, size).flip(1)
+# --- resizing.4: the loop -----------------------------------------------------------------
 
 
-def lies_on_its_side(x, size):
-    return resizing.resize(x, size).transpose(2, 3)
+def indices_of_steps(net, opt, cycle, batches, schedule):
+    "Right: epochs by index, gradients cleared by hand."
+    found = []
+    for epoch in range(len(schedule)):
+        for x, y in iter(batches):
+            net.train()
+            net.zero_grad(set_to_none=False)
+            loss = nn.CrossEntropyLoss()(net(solutions.resize(x, schedule[epoch])), y)
+            loss.backward()
+            opt.step()
+            cycle.step()
+            found += [loss.detach().clone()]
+    return found
 
 
-# --- resizing.4: the gain -----------------------------------------------------------------
+def cleared_after_each_step(net, opt, cycle, batches, schedule):
+    "Right: cleared once before and after each step."
+    net.train(), opt.zero_grad()
+    losses = []
+    for x, y, side in ((x, y, side) for side in schedule for x, y in batches):
+        loss = F.nll_loss(net(solutions.resize(x, side)).log_softmax(1), y)
+        loss.backward()
+        opt.step(), cycle.step(), opt.zero_grad()
+        losses.append(loss.data)
+    return losses
 
 
-def squares_the_mean_side(schedule, full, cost, floor=0.0):
-    mean = sum(schedule) / len(schedule)
-    return max(cost(full), floor) / max(cost(mean), floor)
+def _loop(
+    net, opt, cycle, batches, schedule, side=lambda k, schedule: schedule[k], by_epoch=False, clear=True
+):
+    losses = []
+    for k in range(len(schedule)):
+        for x, y in batches:
+            opt.zero_grad() if clear else None
+            loss = F.cross_entropy(net(solutions.resize(x, side(k, schedule))), y)
+            loss.backward()
+            opt.step()
+            None if by_epoch else cycle.step()
+            losses.append(loss.detach())
+        cycle.step() if by_epoch else None
+    return losses
 
 
-def counts_pixels(schedule, full, cost, floor=0.0):
-    return resizing.speedup(schedule, full, lambda side: side**2, floor)
+def rate_by_epoch(net, opt, cycle, batches, schedule):
+    return _loop(net.train(), opt, cycle, batches, schedule, by_epoch=True)
 
 
-def upside_down(schedule, full, cost, floor=0.0):
-    return 1 / resizing.speedup(schedule, full, cost, floor)
+def gradients_add_up(net, opt, cycle, batches, schedule):
+    return _loop(net.train(), opt, cycle, batches, schedule, clear=False)
 
 
-def mean_of_the_epochs_gains(schedule, full, cost, floor=0.0):
-    return sum(max(cost(full), floor) / max(cost(s), floor) for s in schedule) / len(schedule)
+def in_evaluation_mode(net, opt, cycle, batches, schedule):
+    return _loop(net, opt, cycle, batches, schedule)
 
 
-def forgets_the_loader(schedule, full, cost, floor=0.0):
-    return resizing.speedup(schedule, full, cost)
+def an_epoch_late(net, opt, cycle, batches, schedule):
+    return _loop(net.train(), opt, cycle, batches, schedule, side=lambda k, sides: sides[max(k - 1, 0)])
 
 
-def loader_after_the_device(schedule, full, cost, floor=0.0):
-    return resizing.speedup(schedule, full, lambda side: cost(side) + floor)
+def sides_sorted(net, opt, cycle, batches, schedule):
+    return _loop(net.train(), opt, cycle, batches, sorted(schedule))
 
 
-def loader_over_the_whole_run(schedule, full, cost, floor=0.0):
-    n = len(schedule)
-    return max(n * cost(full), n * floor) / max(sum(cost(s) for s in schedule), n * floor)
+def one_pass_kept(net, opt, cycle, batches, schedule):
+    return _loop(net.train(), opt, cycle, list(batches), schedule)
 
 
-def loader_slows_the_schedule_alone(schedule, full, cost, floor=0.0):
-    return len(schedule) * cost(full) / sum(max(cost(s), floor) for s in schedule)
+# --- resizing.5: the callback -------------------------------------------------------------
 
 
-def every_size_once(schedule, full, cost, floor=0.0):
-    return resizing.speedup(sorted(set(schedule)), full, cost, floor)
+class ReadsTheLearner(Callback):
+    "Right: by the learner's attributes, the schedule kept as a tuple."
+
+    def __init__(self, schedule):
+        self.sides = tuple(schedule)
+
+    def before_batch(self):
+        if self.learn.model.training:
+            (x,) = self.learn.xb
+            self.learn.xb = [solutions.resize(x, self.sides[self.learn.epoch])]
 
 
-def one_epoch_of_full_size(schedule, full, cost, floor=0.0):
-    return resizing.speedup(schedule, full, cost, floor) / len(schedule)
+class AtTheEpoch(Callback):
+    "Right: the side is looked up when the epoch's training begins."
+
+    def __init__(self, schedule):
+        self.schedule = schedule
+
+    def before_train(self):
+        self.side = self.schedule[self.epoch]
+
+    def before_batch(self):
+        if not self.training:
+            return
+        self.learn.xb = tuple(solutions.resize(x, self.side) for x in self.xb)
 
 
-# --- resizing.5: the paired comparison ----------------------------------------------------
+class _Sizes(Callback):
+    def __init__(self, schedule):
+        self.schedule = schedule
+
+    def side(self):
+        return self.schedule[self.epoch]
+
+    def before_batch(self):
+        if self.training:
+            self.learn.xb = (solutions.resize(self.x, self.side()),)
 
 
-def _ratios(fixed, progressive):
-    resizing.paired_ratio(fixed, progressive)  # refuses what must be refused
-    never = float("inf")
-    return [
-        never if fixed[s] is None else 0.0 if progressive[s] is None else fixed[s] / progressive[s]
-        for s in fixed
-    ]
+class ValidatesSmall(_Sizes):
+    def before_batch(self):
+        self.learn.xb = (solutions.resize(self.x, self.side()),)
 
 
-def _whole(times):
-    return [float("inf") if t is None else t for t in times.values()]
+class HidesTheBatch(_Sizes):
+    def before_batch(self):
+        if self.training:
+            self.xb = (solutions.resize(self.x, self.side()),)
 
 
-def ratio_of_the_medians(fixed, progressive):
-    ratios = _ratios(fixed, progressive)
-    slow, fast = statistics.median(_whole(fixed)), statistics.median(_whole(progressive))
-    return slow / fast if fast < float("inf") else 0.0, min(ratios), max(ratios)
+class AnEpochEarly(_Sizes):
+    def side(self):
+        return self.schedule[min(self.epoch + 1, len(self.schedule) - 1)]
 
 
-def ratio_of_the_totals(fixed, progressive):
-    ratios = _ratios(fixed, progressive)
-    slow, fast = sum(_whole(fixed)), sum(_whole(progressive))
-    return slow / fast if fast < float("inf") else 0.0, min(ratios), max(ratios)
+class UsedUp(_Sizes):
+    "The second fit finds the last side."
+
+    def before_train(self):
+        self.now = self.schedule.pop(0) if len(self.schedule) > 1 else self.schedule[0]
+
+    def side(self):
+        return self.now
 
 
-def mean_of_the_ratios(fixed, progressive):
-    ratios = _ratios(fixed, progressive)
-    return statistics.fmean(ratios), min(ratios), max(ratios)
+class CutsAPiece(_Sizes):
+    def before_batch(self):
+        if self.training:
+            self.learn.xb = (self.x[..., : self.side(), : self.side()],)
 
 
-def in_the_order_they_came(fixed, progressive):
-    _ratios(fixed, progressive)
-    return resizing.paired_ratio(
-        dict(enumerate(fixed.values())),
-        {k: (t or fixed[s]) for k, (s, t) in enumerate(progressive.items())},
-    )
+# --- resizing.6: a budget -----------------------------------------------------------------
 
 
-def progressive_over_fixed(fixed, progressive):
-    return resizing.paired_ratio(progressive, fixed)
+def by_fractions(budget, cost, plan):
+    "Right: from the longest that could be, downwards, with exact shares."
+    whole = sum(parts for _, parts in plan)
+    for n in range(budget // min(cost[side] for side, _ in plan), -1, -1):
+        ends, reached = [], Fraction(0)
+        for _, parts in plan:
+            reached += Fraction(parts, whole)
+            ends.append(int(n * reached))
+        sides = [next(s for (s, _), end in zip(plan, ends, strict=True) if k < end) for k in range(n)]
+        if sum(map(cost.get, sides)) <= budget:
+            break
+    return sides
 
 
-def drops_who_never_arrived(fixed, progressive):
-    both = [s for s in fixed if fixed[s] is not None and progressive.get(s) is not None]
-    _ratios(fixed, progressive)
-    return resizing.paired_ratio({s: fixed[s] for s in both}, {s: progressive[s] for s in both})
+def by_doubling(budget, cost, plan):
+    "Right: a binary search for the number of epochs."
+    low, high = 0, 1
+    while len(_spread(plan, high)) and _price(plan, high, cost) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _price(plan, middle, cost) <= budget else (low, middle)
+    return _spread(plan, low)
 
 
-def never_arrived_is_no_time_at_all(fixed, progressive):
-    _ratios(fixed, progressive)
-    ratios = [(fixed[s] or 0.0) / (progressive[s] or 1e-9) for s in fixed]
-    return statistics.median(ratios), min(ratios), max(ratios)
+def _price(plan, n, cost):
+    return sum(cost[side] for side in _spread(plan, n))
 
 
-def seeds_in_common(fixed, progressive):
-    both = fixed.keys() & progressive.keys()
-    if not both:
-        raise ValueError("no seed in common")
-    return resizing.paired_ratio({s: fixed[s] for s in both}, {s: progressive[s] for s in both})
+def _spread(plan, n, end=lambda n, c, whole: n * c // whole):
+    whole, before, sides = sum(p for _, p in plan), 0, []
+    for side, parts in plan:
+        before += parts
+        sides += [side] * (end(n, before, whole) - len(sides))
+    return sides
 
 
-def middle_half_as_the_interval(fixed, progressive):
-    ratios = sorted(_ratios(fixed, progressive))
-    n = len(ratios)
-    return statistics.median(ratios), ratios[n // 4], ratios[(3 * n - 1) // 4]
+def _longest(budget, cost, spread, strict=False):
+    n = 0
+    while (price := sum(cost[s] for s in spread(n + 1))) <= budget and not (strict and price == budget):
+        n += 1
+    return spread(n)
 
 
-def lower_of_the_middle_two(fixed, progressive):
-    ratios = _ratios(fixed, progressive)
-    return statistics.median_low(ratios), min(ratios), max(ratios)
+def below_the_budget(budget, cost, plan):
+    return _longest(budget, cost, lambda n: _spread(plan, n), strict=True)
 
 
-def both_missing_is_a_draw(fixed, progressive):
-    both = [s for s in fixed if fixed[s] is None and progressive.get(s) is None]
-    return resizing.paired_ratio(
-        {**fixed, **dict.fromkeys(both, 1.0)}, {**progressive, **dict.fromkeys(both, 1.0)}
-    )
+def rounds_to_the_nearest(budget, cost, plan):
+    return _longest(budget, cost, lambda n: _spread(plan, n, lambda n, c, whole: round(n * c / whole)))
 
+
+def shares_of_the_budget(budget, cost, plan):
+    whole = sum(parts for _, parts in plan)
+    return [s for s, parts in plan for _ in range(budget * parts // whole // cost[s])]
+
+
+def equal_stages(budget, cost, plan):
+    return _longest(budget, cost, lambda n: _spread([(s, 1) for s, _ in plan], n))
+
+
+def whole_rounds(budget, cost, plan):
+    rounds = budget // sum(cost[s] * parts for s, parts in plan)
+    return [s for s, parts in plan for _ in range(rounds * parts)]
+
+
+def one_too_many(budget, cost, plan):
+    return _spread(plan, len(_longest(budget, cost, lambda n: _spread(plan, n))) + 1)
+
+
+RIGHT = {
+    "resizing.1": [pytorchs_own, by_hooks],
+    "resizing.2": [channels_from_the_last_convolution, layer_by_layer],
+    "resizing.3": [by_two_matrices, torchvisions],
+    "resizing.4": [indices_of_steps, cleared_after_each_step],
+    "resizing.5": [ReadsTheLearner, AtTheEpoch],
+    "resizing.6": [by_fractions, by_doubling],
+}
 
 MUTANTS = {
-    "resizing.1": [
-        counts_multiply_adds,
-        rounds_the_side_down,
-        forgets_the_stride,
-        first_layer_before_the_stride,
-        every_layer_takes_the_input,
-        forgets_the_filter,
-        images_are_square,
-        one_image,
-    ],
-    "resizing.2": [
-        reaches_full_size_early,
-        rounds_to_the_nearest,
-        not_in_steps,
-        climbs_over_all_epochs,
-        the_end_on_top,
-        jumps_at_the_end,
-        one_step_an_epoch,
-        gives_floats,
-        starts_large,
-    ],
-    "resizing.3": [
-        nearest_pixel,
-        bilinear_without_antialias,
-        corners_aligned,
-        bicubic,
-        adaptive_average,
-        cuts_the_middle_out,
-        gives_floats_for_bytes,
-        brings_bytes_to_one,
-        cuts_the_fraction_off,
-        image_by_image,
-        mixes_the_channels,
-        lies_on_its_side,
-    ],
-    "resizing.4": [
-        squares_the_mean_side,
-        counts_pixels,
-        upside_down,
-        mean_of_the_epochs_gains,
-        forgets_the_loader,
-        loader_after_the_device,
-        loader_over_the_whole_run,
-        loader_slows_the_schedule_alone,
-        every_size_once,
-        one_epoch_of_full_size,
-    ],
-    "resizing.5": [
-        ratio_of_the_medians,
-        ratio_of_the_totals,
-        mean_of_the_ratios,
-        in_the_order_they_came,
-        progressive_over_fixed,
-        drops_who_never_arrived,
-        never_arrived_is_no_time_at_all,
-        seeds_in_common,
-        middle_half_as_the_interval,
-        lower_of_the_middle_two,
-        both_missing_is_a_draw,
-    ],
-}
+    "resizing.1": [the_last_batch, running_average, on_top_of_the_old, in_place, forgets_the_momentum,
+                   top_level_only],
+    "resizing.2": [keeps_the_old_layer, takes_the_largest, square_images, changes_the_statistics,
+                   forty_classes, float32_always],
+    "resizing.3": [bilinear_without_antialias, cuts_the_middle_out, float32_for_every_float,
+                   float64_through_float32, cuts_the_fraction_off, image_by_image],
+    "resizing.4": [rate_by_epoch, gradients_add_up, in_evaluation_mode, an_epoch_late, sides_sorted,
+                   one_pass_kept],
+    "resizing.5": [ValidatesSmall, HidesTheBatch, AnEpochEarly, UsedUp, CutsAPiece],
+    "resizing.6": [below_the_budget, rounds_to_the_nearest, shares_of_the_budget, equal_stages, whole_rounds,
+                   one_too_many],
+}  # fmt: skip
