@@ -65,63 +65,38 @@ def digits(seed=0):
     return Data((x[400:], y[400:]), (x[:400], y[:400]), source, "CC BY 4.0", names=tuple("0123456789"))
 
 
-def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None, pages=12):
+def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None):
     """Crops of printed pages; the label is the typeface, one of sixteen.
 
     x is uint8 [N, 1, size, size], y is int64 [N]: `n` for training, `n_valid` (n // 4) for validation, which
     set different texts. `em` is the range of the letters' size in pixels, (lowest, highest), even on a log
-    scale; by default (size / 16, size / 4). The crops are cut from `pages` pages of each face, each page
-    with letters of another size; to render the pages takes nearly all of the time. Cached.
+    scale; by default (size / 16, size / 4). The crops are cut from twelve pages of each face, each page with
+    letters of another size; to render the pages takes nearly all of the time. Cached.
     """
     low, high = em or (size / 16, size / 4)
     n_valid = n // 4 if n_valid is None else n_valid
 
-    def render(random):
-        grain = _grain(random, size)
+    def render(path):
+        random = np.random.RandomState(seed)
+        # Noise of the paper, twice as wide and high as an image, to cut pieces from.
+        grain = random.normal(0, 8, (2 * size, 2 * size)).astype("int16")
+        sides = []
         for side, count in (("train", n), ("valid", n_valid)):
             text = " ".join((ASSETS / f"prose-{side}.txt").read_text(encoding="utf-8").split())
-            yield _crops(random, count, size, low, high, text, grain, pages)
+            sides.append(_crops(random, count, size, low, high, text, grain))
+        with open(path, "wb") as f:  # given a path, torch.save hides what the system says of a full disk
+            torch.save(sides, f)
 
-    train, valid = _rendered(f"typefaces-2-{size}-{n}-{n_valid}-{low:g}-{high:g}-{pages}", seed, render)
+    path = cached(f"typefaces-2-{size}-{n}-{n_valid}-{low:g}-{high:g}-12-{seed}.pt", render)
     source = "prose in the public domain (assets/prose-*.txt), set in the text faces that matplotlib ships"
     licence = "texts: public domain; fonts: DejaVu (Bitstream Vera), STIX (OFL), Computer Modern (OFL)"
-    return Data(train, valid, source, licence, names=FACES)
+    return Data(*torch.load(path, weights_only=True), source, licence, names=FACES)
 
 
-def letters(size=96, n=2400, seed=0, em=None, n_valid=None):
-    """One letter somewhere on a sheet, many with an accent; the label is one of forty letters.
-
-    x is uint8 [N, 1, size, size], y is int64 [N]: `n` for training in twelve faces, `n_valid` (n // 4) for
-    validation in four others. `em` is the range of their size in pixels, (lowest, highest), drawn evenly on a
-    log scale; by default (size / 3, 3 size / 4). Cached.
-    """
-    low, high = em or (size / 3, 3 * size / 4)
-    n_valid = n // 4 if n_valid is None else n_valid
-
-    def render(random):
-        yield _letters(random, n, size, low, high, [f for f in LATIN if f not in HELD_OUT])
-        yield _letters(random, n_valid, size, low, high, HELD_OUT)
-
-    train, valid = _rendered(f"letters-2-{size}-{n}-{n_valid}-{low:g}-{high:g}", seed, render)
-    source = "letters with and without accents, drawn in text faces that matplotlib ships"
-    licence = "fonts: DejaVu (Bitstream Vera licence), STIX (OFL 1.1)"
-    return Data(train, valid, source, licence, names=tuple(CHARACTERS))
-
-
-def _rendered(name, seed, render):
-    "The two pairs (x, y) that `render(random)` yields, from the cache after the first time."
-
-    def make(path):
-        with open(path, "wb") as f:  # given a path, torch.save hides what the system says of a full disk
-            torch.save(list(render(np.random.RandomState(seed))), f)
-
-    return [tuple(side) for side in torch.load(cached(f"{name}-{seed}.pt", make), weights_only=True)]
-
-
-def _crops(random, n, size, low, high, text, grain, pages):
-    page_of = np.arange(n) % (len(FACES) * pages)  # page p sets face p % 16: the faces are balanced
+def _crops(random, n, size, low, high, text, grain):
+    pages = min(n, 12 * len(FACES))
+    page_of = np.arange(n) % pages  # page p sets face p % 16: the faces are balanced
     x = np.empty((n, 1, size, size), np.uint8)
-    pages = min(n, len(FACES) * pages)
     parts = -(-pages // len(FACES))
     for p in range(pages):
         # Of each face one page with letters from each of `parts` even parts of the log range.
@@ -150,37 +125,6 @@ def _page(random, face, em, side, text):
         draw.text((-random.rand() * em, top), line, font=f, fill=0)
         at = (at + count) % len(text)
     return np.asarray(page.reduce(2))
-
-
-def _letters(random, n, size, low, high, faces):
-    x = np.empty((n, 1, size, size), np.uint8)
-    y = random.permutation(np.arange(n) % len(CHARACTERS)).astype(np.int64)
-    em = np.exp(random.uniform(np.log(low), np.log(high), n)).round().astype(np.int64)
-    face = random.randint(len(faces), size=n)
-    grain = _grain(random, size)
-    for i in range(n):
-        glyph = _glyph(CHARACTERS[y[i]], font(faces[face[i]], 2 * int(em[i])))
-        h, w = min(glyph.shape[0], size), min(glyph.shape[1], size)
-        top, left = random.randint(size - h + 1), random.randint(size - w + 1)
-        sheet = np.full((size, size), 255, np.uint8)
-        sheet[top : top + h, left : left + w] = glyph[:h, :w]
-        x[i, 0] = _printed(random, sheet, _piece(random, grain, size))
-    return torch.from_numpy(x), torch.from_numpy(y)
-
-
-def _glyph(letter, f):
-    "A letter at half the size of its font, cut out: 0 is ink, 255 is paper."
-    from PIL import Image, ImageDraw
-
-    left, top, right, bottom = f.getbbox(letter)
-    image = Image.new("L", (right - left, bottom - top), 255)
-    ImageDraw.Draw(image).text((-left, -top), letter, font=f, fill=0)
-    return np.asarray(image.reduce(2))
-
-
-def _grain(random, size):
-    "Noise of the paper, twice as wide and high as an image, to cut pieces from."
-    return random.normal(0, 8, (2 * size, 2 * size)).astype("int16")
 
 
 def _piece(random, sheet, size):

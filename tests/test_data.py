@@ -66,22 +66,6 @@ def test_training_and_validation_set_different_texts():
     assert all(word.isascii() for words in texts.values() for word in words)  # some faces have no more
 
 
-def test_letters():
-    found = data.letters(32, n=120, n_valid=80, em=(12, 24))
-    for (x, y), n in ((found.train, 120), (found.valid, 80)):
-        assert x.shape == (n, 1, 32, 32) and x.dtype == torch.uint8
-        assert y.bincount(minlength=40).tolist() == [n // 40] * 40
-        darkest = x.float() - x.float().amax((1, 2, 3), keepdim=True)
-        assert (darkest.abs().amax((1, 2, 3)) > 50).all(), "no sheet is blank"
-    assert set(data.HELD_OUT) < set(data.LATIN)
-    assert data.letters(16, n=40, n_valid=40, em=(16, 16)).train[0].shape == (
-        40,
-        1,
-        16,
-        16,
-    )  # cut to the sheet
-
-
 def test_batches_cover_everything_once():
     x, y = torch.arange(10.0), torch.arange(10)
     batches = data.Batches(x, y, size=4)
