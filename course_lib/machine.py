@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from course_lib import timing
+from course_lib import recorded, show, timing
 
 LIB = "0.2.0"
 
@@ -53,12 +53,8 @@ def start(lesson, lib=LIB):
     """
     print(f"lesson {lesson} · {name()} · torch {torch.__version__}")
     if _version(lib) > _version(LIB):
-        print(
-            f"This lesson needs course_lib {lib} and found {LIB}: run `git pull`, then `make venv`, "
-            "and restart the kernel."
-        )
-    from course_lib import show
-
+        cure = "run `git pull`, then `make venv`, and restart the kernel"
+        print(f"This lesson needs course_lib {lib} and found {LIB}: {cure}.")
     show.style()
     torch.manual_seed(0)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
@@ -72,15 +68,12 @@ def _gpu_cell(lines):
         return lines
     if has_gpu():
         return ["\n", *lines[1:]]
-    from course_lib import recorded
-
     names = re.findall(r"""\bnote\(\s*f?["']([\w.{}\[\]"']+?)["'],""", "".join(lines))
-    shown = recorded.brief(names)
-    return [f"print({f'Needs a CUDA GPU: {lines[0][5:].strip()}.{shown}'!r})\n"]
+    return [f"print({f'Needs a CUDA GPU: {lines[0][5:].strip()}.{recorded.brief(names)}'!r})\n"]
 
 
 def _version(text):
-    return tuple(int(part) for part in str(text).split(".") if part.isdigit())
+    return tuple(map(int, text.split(".")))
 
 
 def has_gpu():
@@ -111,8 +104,13 @@ def name():
 
 def host():
     "The processor's model and the cores that this process may use."
-    n = cores()
-    return f"{_cpu_model()}, {n} core{'s' * (n != 1)}"
+    n, model = cores(), platform.processor() or platform.machine() or "CPU"
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        model = next(
+            (line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")), model
+        )
+    return f"{' '.join(model.split())}, {n} core{'s' * (n != 1)}"
 
 
 def cores():
@@ -120,38 +118,27 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@functools.cache
-def _cpu_model():
-    with contextlib.suppress(OSError):
-        found = re.search(
-            r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE
-        )
-        if found:
-            return " ".join(found[1].split())
-    return platform.processor() or platform.machine() or "CPU"
-
-
-def matmul_rate(dtype=None, n=None):
+def matmul_rate():
     """Measured FLOP/s of a square matmul of gaussian numbers: 2 n^3 over the time of the faster runs.
 
-    By default bfloat16 at n = 8192 on a GPU, float32 at 1024 or more on a CPU. About a second.
+    bfloat16 at n = 8192 on a GPU, float32 at 1024 or more on a CPU. About a second.
     """
-    dtype = dtype or pick(cpu=torch.float32, gpu=torch.bfloat16)
-    for size in [n] if n else pick(cpu=(1024, 2048, 4096, 8192), gpu=(8192,)):
-        a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
+    for n in pick(cpu=(1024, 2048, 4096, 8192), gpu=(8192,)):
+        dtype = pick(cpu=torch.float32, gpu=torch.bfloat16)
+        a, b = (torch.randn(n, n, device=device()).to(dtype) for _ in range(2))
         # The 20th percentile: a peak is what the machine does undisturbed.
         took = timing.time(torch.mm, a, b, seconds=0.4).low
         if took > 5e-3:  # a shorter one does not fill a large machine
             break
-    return 2 * size**3 / took
+    return 2 * n**3 / took
 
 
-def copy_rate(nbytes=None):
+def copy_rate():
     """Measured bytes/s of a copy in the device's memory, read + written, from the time of the faster runs.
 
-    `nbytes` is the size of one of the two buffers, by default larger than caches are.
+    Each of the two buffers is larger than caches are.
     """
-    n = nbytes or pick(cpu=256 << 20, gpu=1 << 30)
+    n = pick(cpu=256 << 20, gpu=1 << 30)
     # Ones, not zeros: pages that were never written all read the same cached page.
     a, b = (torch.ones(n, dtype=torch.uint8, device=device()) for _ in range(2))
     return 2 * n / timing.time(b.copy_, a, seconds=0.4).low
@@ -194,33 +181,3 @@ def triton_version():
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("triton")
     return None
-
-
-def report():
-    """This machine as plain data for `course doctor`: what it is, what it measures, what it can do.
-
-    Sizes in bytes, rates in FLOP/s and bytes/s, launch cost in seconds. About two seconds the first time.
-    """
-    from course_lib import ram
-
-    peak = peaks()
-    properties = torch.cuda.get_device_properties(device()) if has_gpu() else None
-    return {
-        "device": name(),
-        "type": device().type,
-        "ram_bytes": ram.total(),
-        "gpu_memory_bytes": properties.total_memory if properties else None,
-        "gpus": torch.cuda.device_count() if properties else 0,
-        "cores": cores(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "triton": triton_version(),
-        "matmul_flops": peak.flops,
-        "matmul_dtype": pick(cpu="float32", gpu="bfloat16"),
-        "copy_bytes": peak.bytes,
-        "launch_seconds": peak.launch,
-        "datasheet": DATASHEET.get(name()),
-        "abilities": abilities(),
-    }

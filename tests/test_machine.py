@@ -1,4 +1,3 @@
-import json
 import tomllib
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def test_datasheet_rates_are_dense():
 
 
 def test_rates_are_plausible():
-    flops, copied, launch = machine.matmul_rate(n=256), machine.copy_rate(32 << 20), machine.launch_cost()
+    flops, copied, launch = machine.matmul_rate(), machine.copy_rate(), machine.launch_cost()
     assert 1e8 < flops < 1e16
     assert 1e8 < copied < 2e13
     assert 1e-8 < launch < 1e-3
@@ -85,9 +84,10 @@ def test_rates_are_worked_out_from_the_faster_runs(monkeypatch):
         return machine.timing.Timing(median=2.0, low=1.0, high=3.0, runs=5)
 
     monkeypatch.setattr(machine.timing, "time", clock)
-    assert machine.matmul_rate(torch.float64, 30) == 2 * 30**3
-    assert machine.copy_rate(1000) == 2 * 1000
-    assert seen == [[(torch.float64, (30, 30))] * 2, [(torch.uint8, (1000,))]]
+    monkeypatch.setattr(machine, "pick", lambda cpu, gpu: cpu)
+    assert machine.matmul_rate() == 2 * 1024**3
+    assert machine.copy_rate() == 2 * 2**28
+    assert seen == [[(torch.float32, (1024, 1024))] * 2, [(torch.uint8, (2**28,))]]
 
 
 def test_peaks_are_measured_once(monkeypatch):
@@ -102,20 +102,6 @@ def test_peaks_are_measured_once(monkeypatch):
         assert calls == ["matmul_rate", "copy_rate", "launch_cost"]
     finally:
         machine.peaks.cache_clear()
-
-
-def test_report_is_plain_data(monkeypatch):
-    monkeypatch.setattr(machine, "peaks", lambda: machine.Peaks(1e12, 2e10, 3e-6))
-    report = json.loads(json.dumps(machine.report()))
-    assert report["device"] == machine.name()
-    assert report["type"] == machine.device().type
-    assert report["ram_bytes"] > 2**28
-    assert report["cores"] >= 1
-    assert report["torch"] == torch.__version__
-    assert (report["matmul_flops"], report["copy_bytes"], report["launch_seconds"]) == (1e12, 2e10, 3e-6)
-    assert report["abilities"] == machine.abilities()
-    if not machine.has_gpu():
-        assert report["gpu_memory_bytes"] is None and report["gpus"] == 0
 
 
 @pytest.mark.parametrize(
@@ -151,4 +137,3 @@ def test_gpu_peaks_stay_below_the_datasheet():
     assert 0.4 < peaks.flops / sheet["bf16_flops"] <= 1
     assert 0.6 < peaks.bytes / sheet["bytes"] <= 1
     assert 1e-6 < peaks.launch < 1e-4
-    assert machine.report()["gpu_memory_bytes"] > 1e9

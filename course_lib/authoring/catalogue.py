@@ -7,6 +7,7 @@ belongs to the exercise's title: it survives a new number, and does not count fo
 import datetime
 import functools
 import json
+import platform
 from pathlib import Path
 
 from course_lib import recorded, show
@@ -109,23 +110,30 @@ def figures_cmd(args):
 
 def doctor_cmd(args):
     "Print what this machine is and what it measures."
-    from course_lib import machine  # imports torch
+    import torch
 
-    found = machine.report()
-    can, sheet, gpu = found["abilities"], found["datasheet"] or {}, found["gpu_memory_bytes"]
+    from course_lib import machine, ram
+
+    can, peak, gpus = machine.abilities(), machine.peaks(), torch.cuda.device_count() * machine.has_gpu()
+    sheet, cuda = (
+        machine.DATASHEET.get(machine.name(), {}),
+        f", CUDA {torch.version.cuda}" * bool(torch.version.cuda),
+    )
+    memory = f", GPU {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB" if gpus else ""
     where = {"gpu": "on the GPU", "interpreter": "in the interpreter", None: "not here"}[can["triton"]]
-    builds = "builds here" if can["compile"] else "can't build here: no C++ compiler or Python headers"
-    matmul = _rate(found["matmul_flops"], "FLOP/s", sheet.get("bf16_flops"))
+    matmul = _rate(peak.flops, "FLOP/s", sheet.get("bf16_flops"))
     rows = {
-        "device": found["device"] + f" (of {found['gpus']})" * (found["gpus"] > 1),
-        "memory": f"{found['ram_bytes'] / 2**30:.0f} GiB" + (f", GPU {gpu / 2**30:.0f} GiB" if gpu else ""),
-        "system": f"{found['system']}, Python {found['python']}",
-        "torch": found["torch"] + (f", CUDA {found['cuda']}" if found["cuda"] else ""),
-        "triton": f"{found['triton'] or 'not installed'}; kernels run {where}",
-        "torch.compile": builds,
-        "matmul": f"{matmul} ({found['matmul_dtype']})",
-        "copy": _rate(found["copy_bytes"], "B/s", sheet.get("bytes")) + " (read + written)",
-        "launch cost": f"{found['launch_seconds'] * 1e6:.1f} µs to enqueue one tiny operator",
+        "device": machine.name() + f" (of {gpus})" * (gpus > 1),
+        "memory": f"{ram.total() / 2**30:.0f} GiB{memory}",
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "torch": torch.__version__ + cuda,
+        "triton": f"{machine.triton_version() or 'not installed'}; kernels run {where}",
+        "torch.compile": "builds here"
+        if can["compile"]
+        else "can't build here: no C++ compiler or Python headers",
+        "matmul": f"{matmul} ({machine.pick(cpu='float32', gpu='bfloat16')})",
+        "copy": _rate(peak.bytes, "B/s", sheet.get("bytes")) + " (read + written)",
+        "launch cost": f"{peak.launch * 1e6:.1f} µs to enqueue one tiny operator",
         "cells for a GPU": "run" if can["gpu"] else "print one line each",
     }
     print("\n".join(f"{name:<15} {value}" for name, value in rows.items()))
