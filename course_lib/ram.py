@@ -3,6 +3,7 @@
 The only reader of those limits. It imports no torch, so that commands answer at once.
 """
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -30,30 +31,22 @@ def limits(proc="/proc/self/cgroup", root="/sys/fs/cgroup"):
 
     A container may see its own group at the root, under a path that is the host's: both are looked at.
     """
-    found = []
-    for controllers, path in _groups(proc):
-        top = Path(root, controllers)
-        inner = top / path.strip("/")
-        for folder in dict.fromkeys([inner, *inner.parents]):
-            if folder == top or top in folder.parents:
-                found += _read(folder, *FILES[controllers])
-    return found
-
-
-def _groups(proc):
-    "(controllers, path) of this process's groups: '' stands for version 2, 'memory' for version 1."
     try:
-        lines = [line.split(":", 2) for line in Path(proc).read_text().splitlines()]
+        lines = Path(proc).read_text().splitlines()
     except OSError:  # no Linux
         return []
-    found = [("memory" if "memory" in names.split(",") else names, path) for _, names, path in lines]
-    return [(names, path) for names, path in found if names in FILES]
-
-
-def _read(folder, limit, used, cache):
-    try:
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        kept = int((folder / used).read_text()) - int(stat.get(cache, 0))
-        return [(int((folder / limit).read_text()), kept)]
-    except (OSError, ValueError):  # the root of version 2, or "max": no limit
-        return []
+    found = []
+    for _, names, path in (line.split(":", 2) for line in lines):
+        names = "memory" if "memory" in names.split(",") else names  # version 1, or '' for version 2
+        limit, used, cache = FILES.get(names, (None,) * 3)
+        top = Path(root, names)
+        inner = top / path.strip("/")
+        for folder in [inner, *inner.parents] if limit else []:
+            # The root of version 2 has no limit, nor has a group of "max".
+            with contextlib.suppress(OSError, ValueError):
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                kept = int((folder / used).read_text()) - int(stat.get(cache, 0))
+                found.append((int((folder / limit).read_text()), kept))
+            if folder == top:
+                break
+    return found

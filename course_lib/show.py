@@ -5,31 +5,21 @@ import io
 
 # Okabe and Ito's palette: colour-blind readers can distinguish them.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555"]
-SHARPNESS = (
-    1.5  # pixels of a stored figure for each that it is shown at; 2 makes notebooks larger than 500 kB
-)
+# Pixels of a stored figure for each that it is shown at; 2 makes notebooks larger than 500 kB.
+SHARPNESS = 1.5
 
 
 def style():
     "Set the course's look for every later figure of this notebook."
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(
-        {
-            "figure.figsize": (6.4, 3.6),
-            "figure.dpi": 80,
-            "figure.constrained_layout.use": True,
-            "axes.grid": True,
-            "grid.alpha": 0.25,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.prop_cycle": plt.cycler(color=COLOURS),
-            "font.size": 10,
-            "axes.titlesize": 11,
-            "axes.titlelocation": "left",
-            "legend.frameon": False,
-        }
-    )
+    plt.rc("figure", figsize=(6.4, 3.6), dpi=80)
+    plt.rc("figure.constrained_layout", use=True)
+    plt.rc("axes", grid=True, titlesize=11, titlelocation="left", prop_cycle=plt.cycler(color=COLOURS))
+    plt.rc("axes.spines", top=False, right=False)
+    plt.rc("grid", alpha=0.25)
+    plt.rc("font", size=10)
+    plt.rc("legend", frameon=False)
 
 
 def axes(nrows=1, ncols=1, **kw):
@@ -64,13 +54,11 @@ def table(header, rows, left=(0,)):
     "Rows of text and numbers as lines in columns; the columns in `left` are aligned left, the others right."
     cells = [[c if isinstance(c, str) else number(c) for c in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for row in cells:
+        columns = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in columns).rstrip())
+    return "\n".join(lines)
 
 
 class Explorer:
@@ -82,11 +70,6 @@ class Explorer:
 
     def __init__(self, compute, view, **controls):
         parameters = inspect.signature(compute).parameters
-        unknown = set(controls) - set(parameters)
-        if unknown:
-            raise ValueError(
-                f"{compute.__name__} has no parameter {sorted(unknown)}; it takes {list(parameters)}"
-            )
         self.compute, self.view, self.controls = compute, view, controls
         self.defaults = {k: parameters[k].default for k in controls}
 
@@ -98,24 +81,15 @@ class Explorer:
         "The controls above a figure that is redrawn when one moves. Returns the widget."
         import ipywidgets as widgets
 
-        controls = {k: self._widget(k, c) for k, c in self.controls.items()}
+        controls = {}
+        for name, widget in self.controls.items():
+            if not isinstance(widget, widgets.Widget):
+                widget = widgets.interactive.widget_from_abbrev(widget, self.defaults[name])
+            widget.value = self.defaults[name]
+            widget.description = name.replace("_", " ")
+            widget.style.description_width = "initial"
+            if hasattr(widget, "continuous_update"):
+                widget.continuous_update = False  # redraw on release: a slow compute would queue up otherwise
+            controls[name] = widget
         out = widgets.interactive_output(self.static, controls)
         return widgets.VBox([*controls.values(), out])
-
-    def _widget(self, name, control):
-        import ipywidgets as widgets
-
-        if isinstance(control, widgets.Widget):
-            widget = control
-        else:
-            widget = widgets.interactive.widget_from_abbrev(control, self.defaults[name])
-        if widget is None:
-            raise ValueError(
-                f"control {name} is {control!r}; expected a range, a list of choices or a widget"
-            )
-        widget.value = self.defaults[name]
-        widget.description = name.replace("_", " ")
-        widget.style.description_width = "initial"
-        if hasattr(widget, "continuous_update"):
-            widget.continuous_update = False  # redraw on release: a slow compute would queue up otherwise
-        return widget

@@ -56,16 +56,6 @@ def test_a_moved_control_redraws_exactly_once_with_its_value(drawn):
     assert plt.get_fignums() == []
 
 
-def test_a_control_without_a_parameter_is_refused_by_name(drawn):
-    with pytest.raises(ValueError, match="compute has no parameter"):
-        show.Explorer(compute, drawn["view"], speed=(0, 1))
-
-
-def test_a_control_that_is_no_range_is_refused(drawn):
-    with pytest.raises(ValueError, match="control rate"):
-        show.Explorer(compute, drawn["view"], rate=object()).interact()
-
-
 @pytest.mark.parametrize("image", [False, True])
 def test_a_figure_is_stored_sharper_than_it_is_shown(drawn, image):
     show.style()
