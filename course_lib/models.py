@@ -19,23 +19,15 @@ def mlp(sizes, activation=nn.ReLU):
     return nn.Sequential(*layers[:-1])
 
 
-def convnet(classes=10, width=16, dropout=0.0):
+def convnet(classes=10, width=16):
     """A small convolutional network for grey images: three 3x3 convolutions, two of stride 2.
 
     Takes [N, 1, H, W] of any size (the last map is averaged), gives [N, classes].
     """
-    return nn.Sequential(
-        nn.Conv2d(1, width, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(dropout),
-        nn.Linear(4 * width, classes),
-    )
+    layers = []
+    for channels, out, stride in ((1, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)):
+        layers += [nn.Conv2d(channels, out, 3, stride=stride, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
 
 
 class EncoderLayer(nn.Module):
