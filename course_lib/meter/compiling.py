@@ -16,8 +16,8 @@ A backend counts the graphs that Dynamo gives it and the calls of each. The reas
 kernels and bytes are Inductor's. Dynamo is reset before and after: code that was compiled before is compiled
 again at its next call. `meter.count` can't count compiled code, which runs eagerly under it.
 
-The first compilation of a process on a CPU takes some 20 s, since it builds C++. Graph breaks and recompiles
-are found before that: `backend="eager"` finds them in milliseconds, and leaves `kernels` and `bytes` None.
+A process's first compilation on a CPU takes some 20 s, since it builds C++. `backend="eager"` finds graph
+breaks and recompiles in milliseconds, and leaves `kernels` and `bytes` None.
 """
 
 import contextlib
@@ -64,17 +64,9 @@ class Compiled:
     ran: list = field(default_factory=list)  # in each call, how many graphs ran
     results: list = field(default_factory=list, compare=False)
 
-    @property
-    def calls(self):
-        return len(self.ran)
-
-    @property
-    def graphs(self):
-        return self.totals[-1]
-
-    @property
-    def eager(self):
-        return [number for number, n in enumerate(self.ran) if not n]
+    calls = property(lambda self: len(self.ran))
+    graphs = property(lambda self: self.totals[-1])
+    eager = property(lambda self: [number for number, n in enumerate(self.ran) if not n])
 
     def __str__(self):
         counts = [(self.kernels, "kernel"), (self.graphs, "graph"), (len(self.breaks), "graph break"),
@@ -101,20 +93,18 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
     import torch._dynamo as dynamo
     from torch._dynamo import utils
 
-    found, compilations, graphs, runs = Compiled(), [], 0, 0
+    found, compilations = Compiled(), []
     build = dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
     # The function or module that was compiled before.
     fn = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", fn)
     fn = fn.forward if getattr(fn, "_compiled_call_impl", None) else fn
 
     def counting(graph, inputs):
-        nonlocal graphs
-        graphs += 1
+        found.totals[-1] += 1
         made = build(graph, inputs)
 
         def run(*args):
-            nonlocal runs
-            runs += 1
+            found.ran[-1] += 1
             return made(*args)
 
         return run
@@ -124,16 +114,15 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
         if limit is not None:
             stack.enter_context(dynamo.config.patch(recompile_limit=limit))
         metrics = stack.enter_context(_inductor_metrics()) if backend == "inductor" else None
-        stack.callback(dynamo.reset)
         dynamo.reset()
+        stack.callback(dynamo.reset)
         utils.clear_compilation_metrics()
         run = torch.compile(fn, backend=counting, dynamic=dynamic)
         for given in [args, *then]:
-            before = runs
+            found.totals.append(sum(found.totals[-1:]))
+            found.ran.append(0)
             found.results.append(run(*given if isinstance(given, tuple) else (given,), **kwargs))
             kwargs = {}  # those of the first call
-            found.totals.append(graphs)
-            found.ran.append(runs - before)
             compilations += utils.get_compilation_metrics()  # torch keeps the last 64
             utils.clear_compilation_metrics()
         if metrics:
@@ -148,8 +137,7 @@ def quiet():
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(level)

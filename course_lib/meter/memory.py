@@ -12,8 +12,8 @@
     meter.peak_memory(fn, x)            # the peak of one call, in bytes
 
 On CPU tensors the bytes of the storages that operators made and that are alive are counted: the same on every
-machine. What one operator uses inside itself is not seen. With `device="cuda"` the bytes are those of
-PyTorch's allocator, read after each operator; `peak_memory` gives the allocator's own peak.
+machine. What one operator uses inside itself is not seen. With `device="cuda"` they are those of PyTorch's
+allocator, read after each operator; `peak_memory` gives the allocator's own peak.
 """
 
 import weakref
@@ -37,12 +37,11 @@ class Memory(TorchDispatchMode):
         self.allocator, self.at_least, self.ignore = device == "cuda", at_least, ignore
         self.line, self.marks, self.peak, self.most_tensors = [], [], 0, 0
         self._sizes = {}  # of the storages that are alive and were made in the block
-        self._bytes = 0  # their sum
         self._start = torch.cuda.memory_allocated() if self.allocator else 0
 
     @property
     def now(self):
-        return torch.cuda.memory_allocated() - self._start if self.allocator else self._bytes
+        return torch.cuda.memory_allocated() - self._start if self.allocator else sum(self._sizes.values())
 
     @property
     def tensors(self):
@@ -61,21 +60,13 @@ class Memory(TorchDispatchMode):
         if not self.allocator:
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
             for storage in (t.untyped_storage() for t in _tensors(out)):
-                if storage._cdata not in given and storage.nbytes() >= self.at_least:
-                    self._add(storage)
+                key = storage._cdata
+                if key not in given | self._sizes.keys() and storage.nbytes() >= self.at_least:
+                    self._sizes[key] = storage.nbytes()
+                    weakref.finalize(storage, self._sizes.pop, key)
         self.line.append((func._schema.name.split("::")[1], self.now))
         self.peak, self.most_tensors = max(self.peak, self.now), max(self.most_tensors, self.tensors)
         return out
-
-    def _add(self, storage):
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self._bytes += storage.nbytes()
-            weakref.finalize(storage, self._free, key)
-
-    def _free(self, key):
-        self._bytes -= self._sizes.pop(key, 0)
 
 
 def _tensors(tree):
