@@ -19,12 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from course_lib import show
 from course_lib.meter import operators
 
-COMPILED = (
-    "a compiled function can't be counted here, for it would silently run eagerly: "
-    "count the function that was compiled, before torch.compile"
-)
+COMPILED = ("a compiled function can't be counted here, for it would silently run eagerly: "
+            "count the function that was compiled, before torch.compile")  # fmt: skip
 
 
 class NotPortable(Exception):
@@ -95,23 +94,16 @@ class Counts:
         "The counts by operator as text, most bytes first."
         rows = sorted(self.by_op.items(), key=lambda r: (-(r[1].bytes or 0), -(r[1].flops or 0), r[0]))
         rows.append(("total", OpCount(self.ops, self.bytes, _sum(self.flops, self.other_flops))))
-        cells = [("operator", "ops", "bytes", "FLOPs")]
-        cells += [(op, *("–" if v is None else f"{v:,}" for v in n)) for op, n in rows]
-        wide = [max(len(r[i]) for r in cells) for i in range(4)]
-        lines = ["  ".join([r[0].ljust(wide[0]), *(c.rjust(w) for c, w in zip(r[1:], wide[1:], strict=True))])
-                 for r in cells]  # fmt: skip
+        lines = [show.table(("operator", "ops", "bytes", "FLOPs"), [(op, *n) for op, n in rows])]
         if self.syncs:
             lines.append(f"{_many(self.syncs, 'sync')}: {', '.join(self.where)}")
         return "\n".join(lines)
 
     def __str__(self):
+        moved = "bytes not counted" if self.bytes is None else f"{self.bytes:,} bytes"
         unknown = f"FLOPs of {', '.join(self.unknown)} not known"
-        return ", ".join([
-            _many(self.ops, "operator"),
-            "bytes not counted" if self.bytes is None else f"{self.bytes:,} bytes",
-            unknown if self.flops is None else f"{self.flops:,} FLOPs",
-            _many(self.syncs, "sync"),
-        ])  # fmt: skip
+        flops = unknown if self.flops is None else f"{self.flops:,} FLOPs"
+        return ", ".join([_many(self.ops, "operator"), moved, flops, _many(self.syncs, "sync")])
 
 
 def _many(n, word):
@@ -130,23 +122,14 @@ def count(portable=True):
     run = Run(c, portable)
     # A class made now, since only now it is known whether the compiler is loaded: see _should_skip_dynamo.
     see = type("Operators", (Operators,), {"__torch_dispatch__": Operators.__torch_dispatch__})
-    hooks = [
-        register_optimizer_step_pre_hook(run.before_step),
-        register_optimizer_step_post_hook(run.after_step),
-    ]
-    try:
-        with Functions(run), see(run):
-            yield c
-    finally:
-        for hook in hooks:
-            hook.remove()
+    before = register_optimizer_step_pre_hook(run.before_step)
+    after = register_optimizer_step_post_hook(run.after_step)
+    with before, after, Functions(run), see(run):
+        yield c
 
 
 def of(fn, *args, warmup=2, portable=True, **kwargs):
-    """The `Counts` of one call of `fn`, after `warmup` calls that allocate what first calls allocate.
-
-    Raises `NotPortable` as `count` does.
-    """
+    "The `Counts` of one call of `fn`, after `warmup` calls that allocate what first calls do; see `count`."
     for _ in range(warmup):
         fn(*args, **kwargs)
     with count(portable) as c:
@@ -173,24 +156,20 @@ class Run:
 
     def refuse(self, op, instead=None):
         instead = instead or operators.instead_of(op)
-        raise NotPortable(
-            f"{op} is not on meter's portable list, since it may be other operators on a GPU "
-            f"({place(*_learner_line())}): "
-            + (f"{instead}, or " if instead else "")
-            + "count with portable=False"
-        )
+        use = (f"{instead}, or " if instead else "") + "count with portable=False"
+        why = f"since it may be other operators on a GPU ({place(*_learner_line())})"
+        raise NotPortable(f"{op} is not on meter's portable list, {why}: {use}")
 
     def before_step(self, optimizer, args, kwargs):
         if threading.get_ident() != self.thread:
             return
         self.in_step = True
         for group in optimizer.param_groups:
+            name, foreach = type(optimizer).__name__, group.get("foreach", False)
             if self.portable and group.get("fused"):
-                self.refuse(f"{type(optimizer).__name__} with fused=True", "pass foreach=False in its place")
-            if self.portable and group.get("foreach", False) is not False:  # None: on a GPU alone
-                self.refuse(
-                    f"{type(optimizer).__name__} with foreach={group['foreach']}", "pass foreach=False"
-                )
+                self.refuse(f"{name} with fused=True", "pass foreach=False in its place")
+            if self.portable and foreach is not False:  # None: on a GPU alone
+                self.refuse(f"{name} with foreach={foreach}", "pass foreach=False")
             if not group.get("capturable"):
                 for p in group["params"]:
                     self.keep_on_host(optimizer.state.get(p, {}).get("step"))
@@ -248,10 +227,10 @@ class Operators(TorchDispatchMode):
 
     def _waits(self, op, func, args, kwargs):
         "Would Python wait for a GPU in this operator?"
-        if op in ("repeat_interleave", "index", "index_put", "_index_put_impl"):
-            given = operators.arguments(func, args, kwargs)
-            if op == "repeat_interleave":
-                return given.get("output_size") is None
+        given = operators.arguments(func, args, kwargs)
+        if op == "repeat_interleave":
+            return given.get("output_size") is None
+        if op in ("index", "index_put", "_index_put_impl"):
             # A number put through a mask is a masked fill, for which nothing is counted first.
             fills = self.run.number_assigned and not given.get("accumulate")
             return operators.is_masked(given["indices"]) and not fills
@@ -361,10 +340,9 @@ def _frames():
 
 def _learner_line():
     "Path and line of the nearest frame outside torch."
-    for frame in _frames():
-        if not frame.f_code.co_filename.startswith((TORCH, "<frozen")):
-            return frame.f_code.co_filename, frame.f_lineno
-    return TORCH, 0
+    found = (f for f in _frames() if not f.f_code.co_filename.startswith((TORCH, "<frozen")))
+    frame = next(found, None)
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else (TORCH, 0)
 
 
 def inside_compiled():
