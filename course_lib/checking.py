@@ -43,27 +43,23 @@ def exercise(number, passed):
             _passed.pop(number, None)
             try:
                 if any(a is solution for a in answer for solution in _lent):
-                    raise Wrong(
-                        "this is the course's own solution: run the cell with your code, then this one"
-                    )
+                    own = "this is the course's own solution"
+                    raise Wrong(f"{own}: run the cell with your code, then this one")
                 with _fixed_settings():
                     fn(*answer)
-            except Wrong as e:
-                raise Wrong(f"{number} not passed: {e}") from None
             except Exception as e:
-                if _is_stub(e):
+                takes, message = list(inspect.signature(fn).parameters), f"the answer raised {describe(e)}"
+                if isinstance(e, Wrong):
+                    message = e
+                elif _is_stub(e):
                     message = "not solved yet: write your code in the cell above, run it, then run this cell"
-                elif not isinstance(e, TypeError) or len(answer) == len(inspect.signature(fn).parameters):
-                    message = f"the answer raised {describe(e)}"
-                else:
-                    want = ", ".join(inspect.signature(fn).parameters)
-                    message = f"the check takes ({want}) and was given {len(answer)} things"
+                elif isinstance(e, TypeError) and len(answer) != len(takes):
+                    message = f"the check takes ({', '.join(takes)}) and was given {len(answer)} things"
                 raise Wrong(f"{number} not passed: {message}") from None
             _passed[number] = answer
             print(f"{number} passed: {passed}")
 
-        check.exercise = number
-        check.passed = passed
+        check.exercise, check.passed = number, passed
         return check
 
     return decorate
@@ -75,9 +71,8 @@ def yours(number):
     Otherwise the course's own solution, and a line that says so. An exercise whose check takes several
     objects gives a tuple.
     """
-    if number in _passed:
-        found = _passed[number]
-    else:
+    found = _passed.get(number)
+    if found is None:
         solutions = importlib.import_module(f"course_lib.{number.split('.')[0]}.solutions")
         found = tuple(getattr(solutions, name) for name in solutions.EXERCISES[number])
         _lent.extend(found)
@@ -116,13 +111,11 @@ def _fixed_settings():
 
 def _is_stub(e):
     # Triton's interpreter wraps the stub's exception, so the chain is walked.
-    seen = set()
-    while e is not None and id(e) not in seen:
-        if isinstance(e, NotImplementedError) and not str(e):
-            return True
-        seen.add(id(e))
+    chain = []
+    while e is not None and e not in chain:
+        chain.append(e)
         e = e.__cause__ or e.__context__
-    return False
+    return any(isinstance(c, NotImplementedError) and not str(c) for c in chain)
 
 
 def describe(e):
@@ -152,8 +145,6 @@ def call(fn, *args, mutates=(), **kwargs):
         raise Wrong(f"expected a function, got {kind(fn)}: pass the function itself, without calling it")
     given = [a if i in mutates else clone(a) for i, a in enumerate(args)]
     named = clone(kwargs)
-    kept = [None if i in mutates else clone(a) for i, a in enumerate(given)]
-    kept_named = clone(named)
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         out = fn(*given, **named)
@@ -165,13 +156,12 @@ def call(fn, *args, mutates=(), **kwargs):
         wrong = Wrong(f"{name} raised {describe(e)} when called with {shapes(args, kwargs)}")
         wrong.cause = e
         raise wrong from None
-    for i, before in enumerate(kept):
-        if i not in mutates and not _same(before, given[i]):
-            raise Wrong(
-                f"{name} changed its input number {i + 1} in place; work on a copy, or write a new tensor"
-            )
-    if not _same(kept_named, named):
-        raise Wrong(f"{name} changed one of its inputs in place; work on a copy, or write a new tensor")
+    changed = [
+        f"its input number {i + 1}" for i, a in enumerate(args) if i not in mutates and not _same(a, given[i])
+    ]
+    changed += ["one of its inputs"] * (not _same(kwargs, named))
+    if changed:
+        raise Wrong(f"{name} changed {changed[0]} in place; work on a copy, or write a new tensor")
     return out
 
 
@@ -223,17 +213,15 @@ def number(got, what):
     "`got` as a finite float (a one-element tensor counts), or `Wrong`."
     if isinstance(got, torch.Tensor) and got.numel() == 1:
         got = got.item()
-    if isinstance(got, bool | str | bytes):
-        raise Wrong(f"{what}: expected a number, got {kind(got)}")
     try:
-        got = float(got)
-    except (TypeError, ValueError, RuntimeError):
-        raise Wrong(f"{what}: expected a number, got {kind(got)}") from None
+        value = None if isinstance(got, bool | str | bytes) else float(got)
     except OverflowError:
-        got = math.inf
-    if not math.isfinite(got):
-        raise Wrong(f"{what}: expected a finite number, got {got}")
-    return got
+        value = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        value = None
+    require(value is not None, f"{what}: expected a number, got {kind(got)}")
+    require(math.isfinite(value), f"{what}: expected a finite number, got {value}")
+    return value
 
 
 def close(got, want, what, rtol=1e-4, atol=1e-6):
@@ -243,8 +231,7 @@ def close(got, want, what, rtol=1e-4, atol=1e-6):
     """
     if not isinstance(want, torch.Tensor):
         got = number(got, what)
-        if abs(got - want) > atol + rtol * abs(want):
-            raise Wrong(f"{what}: expected {want:.6g}, got {got:.6g}")
+        require(abs(got - want) <= atol + rtol * abs(want), f"{what}: expected {want:.6g}, got {got:.6g}")
         return
     if not isinstance(got, torch.Tensor):
         raise Wrong(f"{what}: expected a tensor of shape {list(want.shape)}, got {kind(got)}")
@@ -254,8 +241,8 @@ def close(got, want, what, rtol=1e-4, atol=1e-6):
     if a.isnan().any() and not b.isnan().any():
         raise Wrong(f"{what}: {int(a.isnan().sum())} of {a.numel()} values are NaN")
     off = (a - b).abs() - (atol + rtol * b.abs())
-    if a.numel() and not (off <= 0).all():
-        at = int(off.nan_to_num(float("inf")).flatten().argmax())
+    if not (off <= 0).all():
+        at = int(off.nan_to_num(math.inf).argmax())
         index = [int(i) for i in torch.unravel_index(torch.tensor(at), a.shape)]
         where = f" at {index}" if index else ""
         raise Wrong(f"{what}: expected {b.flatten()[at]:.6g}{where}, got {a.flatten()[at]:.6g}")
@@ -264,13 +251,11 @@ def close(got, want, what, rtol=1e-4, atol=1e-6):
 def equal(got, want, what, unit=""):
     "Require a counted fact: `got` is exactly `want` (an int, a string, a list, …)."
     unit = f" {unit}" if unit else ""
+    sequences = isinstance(got, list | tuple) and isinstance(want, list | tuple)
     if isinstance(want, int) and not isinstance(want, bool):
         value = number(got, what)
-        if value != want:
-            raise Wrong(f"{what}: expected {want:,}{unit}, got {value:,.10g}{unit}")
-    elif type(got) is not type(want) and not (
-        isinstance(got, list | tuple) and isinstance(want, list | tuple)
-    ):
+        require(value == want, f"{what}: expected {want:,}{unit}, got {value:,.10g}{unit}")
+    elif type(got) is not type(want) and not sequences:
         raise Wrong(f"{what}: expected {want!r}, got {kind(got)}")
     elif got != want:
         raise Wrong(f"{what}: expected {want!r}{unit}, got {got!r}{unit}")
