@@ -5,24 +5,18 @@ further is known at once: no time-out is needed to say who waits for whom.
 """
 
 import contextlib
+import functools
 import math
-import operator
 import random
 import threading
 import time
-from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
-from torch.distributed import ReduceOp
+
+from course_lib.checking import describe
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
-# What each operation makes of the ranks' tensors, and what a message adds to the collective's name.
-REDUCE = {
-    ReduceOp.SUM: (partial(reduce, torch.add), ""),
-    ReduceOp.AVG: (lambda parts: reduce(torch.add, parts) / len(parts), " by AVG"),
-    ReduceOp.MAX: (partial(reduce, torch.maximum), " by MAX"),
-}
 PATIENCE = 30.0  # seconds that one rank may compute without a word to the others
 
 
@@ -38,8 +32,7 @@ class Raised(RuntimeError):
     "An exception in the function of one rank: `rank` is its number, `__cause__` the exception."
 
     def __init__(self, rank, error):
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        super().__init__(f"rank {rank}: {type(error).__name__}: {first}")
+        super().__init__(f"rank {rank}: {describe(error)}")
         self.rank, self.__cause__ = rank, error
 
 
@@ -218,30 +211,29 @@ class Comm:
             raise Misuse(f"rank {self.rank} can't {what} {peer!r}: expected another rank of 0 to {last}")
         return self._group._messages.setdefault((src, dst), [])
 
-    def all_reduce(self, tensor, op=ReduceOp.SUM, async_op=False):
-        "Reduce `tensor` over the ranks, in place."
-        return self._collective("all_reduce", tensor, tensor, *REDUCE[op], async_op)
+    def all_reduce(self, tensor, async_op=False):
+        "Add up `tensor` over the ranks, in place."
+        return self._collective("all_reduce", tensor, tensor, _add, async_op=async_op)
 
-    def broadcast(self, tensor, src, async_op=False):
+    def broadcast(self, tensor, src):
         "Overwrite `tensor` by that of rank `src`."
-        pick = operator.itemgetter(src)
-        return self._collective("broadcast", tensor, tensor, pick, f" from rank {src}", async_op)
+        self._collective("broadcast", tensor, tensor, lambda parts: parts[src], f" from rank {src}")
 
     def all_gather_into_tensor(self, output_tensor, input_tensor, async_op=False):
         "Write the ranks' tensors one after the other into `output_tensor`, `size` times as long."
         name = "all_gather_into_tensor"
         self._check_length(output_tensor, input_tensor, f"{name} writes into")
-        return self._collective(name, input_tensor, output_tensor, torch.cat, "", async_op)
+        return self._collective(name, input_tensor, output_tensor, torch.cat, async_op=async_op)
 
-    def reduce_scatter_tensor(self, output, input, op=ReduceOp.SUM, async_op=False):
-        "Reduce `input` over the ranks and write this rank's part of it into `output`."
-        name, (combine, by) = "reduce_scatter_tensor", REDUCE[op]
+    def reduce_scatter_tensor(self, output, input, async_op=False):
+        "Add up `input` over the ranks and write this rank's part of it into `output`."
+        name = "reduce_scatter_tensor"
         self._check_length(input, output, f"{name} takes a tensor of")
 
         def mine(parts):
-            return combine([p.tensor_split(self.size)[self.rank] for p in parts])
+            return _add([p.tensor_split(self.size)[self.rank] for p in parts])
 
-        return self._collective(name, input, output, mine, by, async_op)
+        return self._collective(name, input, output, mine, async_op=async_op)
 
     def barrier(self):
         "Wait until every rank has come here."
@@ -255,15 +247,15 @@ class Comm:
 
     def _collective(self, name, given, out, combine, detail="", async_op=False):
         data, out = _plain(given, name), _plain(out, name)
-        number, self._called = self._called, self._called + 1
-        parts = self._group._collectives.setdefault(number, {})
-        call = f"{name} of {_size(data)}{detail}"
+        self._called += 1
+        parts = self._group._collectives.setdefault(self._called, {})
+        call, which = f"{name} of {_size(data)}{detail}", f"number {self._called}"
         with self.inside():
             parts[self.rank] = (call, data.flatten().clone())
         for other in (r for r in sorted(parts) if parts[r][0] != call):
             two = " and ".join(f"rank {r} calls {parts[r][0]}" for r in sorted((other, self.rank)))
             two += "; every rank must make the same calls in the same order"
-            raise Misuse(f"collective number {number + 1}: {two}")
+            raise Misuse(f"collective {which}: {two}")
         self.mark(name, data.nbytes)
 
         def finish():
@@ -273,10 +265,13 @@ class Comm:
         if async_op:  # until wait() the tensor holds nonsense: to read it gives a wrong answer
             with self.inside():
                 before = out.fill_(math.nan if out.is_floating_point() else 2**30 + 7).clone()
-        what = f"{call}, collective number {number + 1}"
-        doing = f"{name} number {number + 1} was under way"
+        what, doing = f"{call}, collective {which}", f"{name} {which} was under way"
         work = Work(self, what, doing, lambda: len(parts) == self.size, out, before, finish)
         return work if async_op else work.wait()
+
+
+def _add(parts):
+    return functools.reduce(torch.add, parts)
 
 
 def _plain(tensor, call):
