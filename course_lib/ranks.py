@@ -6,10 +6,9 @@
 
     ranks.run(2, train, lr=0.1)          # two processes for this call alone
 
-A function comes from a module or from a cell; on each rank it asks `dist.get_rank()` which one it is. What it
-takes and returns is pickled (cloudpickle); tensors come back on the CPU, without their graph. What the ranks
-print is shown after the call, by rank. Rank r is seeded with r. With Gloo a rank sees no GPU, so that
-`machine.device()` is right. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of the
+A function comes from a module or from a cell. What it takes and returns is pickled (cloudpickle); tensors
+come back on the CPU, without their graph. What the ranks print is shown after the call. Rank r is seeded with r.
+With Gloo a rank sees no GPU. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of the
 group are ended, and the next call starts new ones. Linux and macOS.
 """
 
@@ -79,17 +78,13 @@ class Group(contextlib.AbstractContextManager):
 
     `backend` is "gloo" or "nccl", by default NCCL where there is a GPU for each rank. A call may take
     `timeout` seconds. `preload` names modules that the first group of a notebook imports once for all ranks.
-    Raises ValueError for what can't be had here.
+    Raises ValueError where there are too few GPUs or too little memory.
     """
 
     def __init__(self, n, backend=None, timeout=60.0, preload=()):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"the number of ranks must be a whole number from 1, and was {n!r}")
         gpus = torch.cuda.device_count()
         if backend == "nccl" and gpus < n:
             raise ValueError(f"NCCL needs a GPU for each of {n} ranks and found {gpus}: say backend='gloo'")
-        if backend not in (None, *PER_RANK):
-            raise ValueError(f"backend must be 'gloo' or 'nccl', and was {backend!r}")
         self.world, self.timeout, self._preload = n, timeout, [*PRELOAD, *preload]
         self.backend = backend or ("nccl" if gpus >= n else "gloo")
         self.place = "a GPU each (NCCL)" if self.backend == "nccl" else "the CPU (Gloo)"
@@ -97,8 +92,6 @@ class Group(contextlib.AbstractContextManager):
 
     def run(self, fn, *args, **kwargs):
         "Call `fn(*args, **kwargs)` on every rank; the results, by rank. Raises RankError."
-        if not callable(fn):
-            raise TypeError(f"run takes a function, and got {fn!r}: pass it without calling it")
         name = getattr(fn, "__name__", type(fn).__name__)
         # The source of the cells goes along, so that tracebacks show their lines.
         cells = {file: e for file, e in list(linecache.cache.items()) if len(e) == 4 and e[1] is None}
@@ -163,7 +156,7 @@ class Group(contextlib.AbstractContextManager):
                 with contextlib.suppress(OSError):  # it is gone, which its reply will say
                     rank.link.send_bytes(request)
             self._collect(limit)
-            if [kind for kind, _, _ in self._replies.values()] != ["done"] * self.world:
+            if [reply[0] for reply in self._replies.values()] != ["done"] * self.world:
                 raise self._error(name, limit)
             return [self._replies[r][2] for r in range(self.world)]
         except BaseException as e:
@@ -199,22 +192,22 @@ class Group(contextlib.AbstractContextManager):
         "A RankError: which rank and what, its traceback, and how the others were."
         states, cause = self._states(), None
         failed = [r for r, (kind, *_) in self._replies.items() if kind != "done"]
-        failed.sort(key=lambda r: (self._replies[r][0] != "died", states[r] == LOST))
         if failed:
-            lines = [f"rank {failed[0]} of {self.world} {states.pop(failed[0])}"]
-            if self._replies[failed[0]][0] == "raised":
-                text, exception = self._replies[failed[0]][2]
+            rank = min(failed, key=lambda r: (self._replies[r][0] != "died", states[r] == LOST))
+            lines = [f"rank {rank} of {self.world} {states.pop(rank)}"]
+            if self._replies[rank][0] == "raised":
+                text, exception = self._replies[rank][2]
                 lines.append("\n" + re.sub('(?<=File )"(.+?)"', lambda m: _named(m[1]), text))
                 with contextlib.suppress(Exception):  # its class may be known on the rank alone
                     cause = pickle.loads(exception)
         else:
-            failed = [r for r in states if r not in self._replies]
-            who = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))} of {self.world}"
-            lines = [f"{who} did not finish {name} within {limit:g} s"]
-            lines.append("All ranks must call the same collectives in the same order.")
+            hung = [r for r in states if r not in self._replies]
+            who, rank = f"rank{'s' * (len(hung) > 1)} {', '.join(map(str, hung))} of {self.world}", hung[0]
+            lines = [f"{who} did not finish {name} within {limit:g} s",
+                     "All ranks must call the same collectives in the same order."]  # fmt: skip
         lines += [f"rank {r} {how}" for r, how in states.items()]
         error = RankError("\n".join([*lines, "The ranks were ended; the next call starts new ones."]))
-        error.rank, error.__cause__ = failed[0], cause
+        error.rank, error.__cause__ = rank, cause
         return error
 
     def _states(self):
@@ -254,9 +247,9 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _pack(obj):
-    with io.BytesIO() as file:
-        _Pickler(file).dump(obj)
-        return file.getvalue()
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return file.getvalue()
 
 
 def _reply(rank):
@@ -316,21 +309,21 @@ def _serve(link, out, rank, folder, cwd, env, method, *group):
     multiprocessing.set_start_method(method, force=True)  # for loaders' workers, as in the notebook
     with contextlib.suppress(EOFError, OSError):
         while request := link.recv_bytes():
-            join = request == b"join"
-            link.send_bytes(_answer(_join, folder, rank, *group) if join else _answer(_do, folder))
+            todo = (_join, folder, rank, *group) if request == b"join" else (_do, folder)
+            link.send_bytes(_answer(*todo))
     os._exit(0)
 
 
 def _join(folder, rank, world, backend, limit):
     "Set this rank's device, threads and seeds, and initialise the process group."
     torch.set_num_threads(max(1, machine.cores() // world))
-    for seed in (numpy.random.seed, torch.manual_seed):
-        seed(rank)
+    numpy.random.seed(rank)
+    torch.manual_seed(rank)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device:
         torch.cuda.set_device(device)
-    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world, "device_id": device}
-    dist.init_process_group(backend, timeout=limit, **where)
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+    dist.init_process_group(backend, timeout=limit, device_id=device, **where)
 
 
 def _do(folder):

@@ -197,20 +197,11 @@ def test_a_fork_of_the_notebook_ends_no_ranks(group):
     assert gone(with_children)
 
 
-def test_what_cannot_be_had(group):
-    for n in (0, -2, 2.0, "4", True):
-        with pytest.raises(
-            ValueError, match=rf"number of ranks must be a whole number from 1, and was {n!r}$"
-        ):
-            ranks.Group(n)
+def test_what_cannot_be_had():
     with pytest.raises(ValueError, match=r"^100000 ranks may need .* GB are free: start \d+ at most$"):
         ranks.Group(100_000, backend="gloo")
     with pytest.raises(ValueError, match=r"^NCCL needs a GPU for each of 3000 ranks and found"):
         ranks.Group(3000, backend="nccl")
-    with pytest.raises(ValueError, match="must be 'gloo' or 'nccl', and was 'mpi'"):
-        ranks.Group(2, backend="mpi")
-    with pytest.raises(TypeError, match="pass it without calling it"):
-        group.run(3)
 
 
 # It has no `if __name__ == "__main__"`.
