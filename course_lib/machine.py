@@ -5,15 +5,11 @@ Rates are measured on first use and cached for the process; nothing is measured 
 
 import contextlib
 import functools
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
-import shutil
 import statistics
 import sys
-import sysconfig
 import timeit
 from pathlib import Path
 from typing import NamedTuple
@@ -157,27 +153,3 @@ def launch_cost():
 def peaks():
     "This machine's `Peaks`, measured once in a process: matmul rate, copy rate, launch cost."
     return Peaks(matmul_rate(), copy_rate(), launch_cost())
-
-
-def abilities():
-    """What runs here: {"gpu": bool, "triton": "gpu" | "interpreter" | None, "compile": bool}.
-
-    Triton is not imported. "interpreter": kernels run under TRITON_INTERPRET=1, on the CPU. "compile" is
-    whether torch.compile finds what it builds with (Triton on a GPU, a C++ compiler on a CPU).
-    """
-    gpu, triton = has_gpu(), None
-    if importlib.util.find_spec("triton") is not None:
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        real = gpu and not interpreted and torch.cuda.get_device_capability() >= (7, 0)
-        triton = "gpu" if real else "interpreter"
-    compilers = ("CC", "gcc", "cc", "clang") if gpu else ("CXX", "g++", "c++", "clang++", "cl")
-    builds = any(shutil.which(os.environ.get(c, c)) for c in compilers)
-    builds &= Path(sysconfig.get_path("include"), "Python.h").exists()
-    return {"gpu": gpu, "triton": triton, "compile": builds and (triton == "gpu" or not gpu)}
-
-
-def triton_version():
-    "The installed Triton's version without importing it, or None."
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("triton")
-    return None

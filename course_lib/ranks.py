@@ -7,9 +7,9 @@
     ranks.run(2, train, lr=0.1)          # two processes for this call alone
 
 A function comes from a module or from a cell. What it takes and returns is pickled (cloudpickle); tensors
-come back on the CPU, without their graph. What the ranks print is shown after the call. Rank r is seeded with r.
-With Gloo a rank sees no GPU. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of the
-group are ended, and the next call starts new ones. Linux and macOS.
+come back on the CPU, without their graph. What the ranks print is shown after the call. Rank r is seeded with
+r. With Gloo a rank sees no GPU. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of
+the group are ended, and the next call starts new ones. Linux and macOS.
 """
 
 import atexit

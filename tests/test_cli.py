@@ -12,7 +12,7 @@ import torch
 from small_course import course
 
 from course_lib import machine
-from course_lib.authoring import cli, notebook
+from course_lib.authoring import catalogue, cli, notebook
 
 
 @pytest.fixture
@@ -83,13 +83,36 @@ def test_doctor(said, monkeypatch):
     assert "200 GFLOP/s" in said("doctor")[1]
     monkeypatch.setattr(machine, "peaks", lambda: machine.Peaks(785e12, 3e10, 4e-6))
     monkeypatch.setattr(machine, "name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(machine, "abilities", lambda: {"gpu": True, "triton": "gpu", "compile": True})
+    monkeypatch.setattr(catalogue, "abilities", lambda: {"gpu": True, "triton": "gpu", "compile": True})
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     whole = types.SimpleNamespace(total_memory=139 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: whole)
     text = said("doctor")[1]
     assert "785 TFLOP/s, 79% of the datasheet's" in text and "GPU 139 GiB" in text and "(of 8)" in text
+
+
+@pytest.mark.parametrize(
+    "gpu, capability, interpret, has, expected",
+    [
+        (False, None, "0", "", (False, None, False)),
+        (False, None, "0", "triton compiler headers", (False, "interpreter", True)),
+        (False, None, "0", "triton compiler", (False, "interpreter", False)),
+        (True, (9, 0), "0", "triton compiler headers", (True, "gpu", True)),
+        (True, (9, 0), "1", "triton compiler headers", (True, "interpreter", False)),
+        (True, (6, 1), "0", "triton compiler headers", (True, "interpreter", False)),  # too old for Triton
+    ],
+)
+def test_abilities(monkeypatch, tmp_path, gpu, capability, interpret, has, expected):
+    if "headers" in has:
+        (tmp_path / "Python.h").write_text("")
+    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: "triton" in has or None)
+    monkeypatch.setattr(catalogue.shutil, "which", lambda name: "compiler" in has or None)
+    monkeypatch.setattr(catalogue.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    assert catalogue.abilities() == dict(zip(("gpu", "triton", "compile"), expected, strict=True))
 
 
 def test_output_that_is_not_utf8(built):

@@ -104,29 +104,6 @@ def test_peaks_are_measured_once(monkeypatch):
         machine.peaks.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "gpu, capability, interpret, has, expected",
-    [
-        (False, None, "0", "", (False, None, False)),
-        (False, None, "0", "triton compiler headers", (False, "interpreter", True)),
-        (False, None, "0", "triton compiler", (False, "interpreter", False)),
-        (True, (9, 0), "0", "triton compiler headers", (True, "gpu", True)),
-        (True, (9, 0), "1", "triton compiler headers", (True, "interpreter", False)),
-        (True, (6, 1), "0", "triton compiler headers", (True, "interpreter", False)),  # too old for Triton
-    ],
-)
-def test_abilities(monkeypatch, tmp_path, gpu, capability, interpret, has, expected):
-    if "headers" in has:
-        (tmp_path / "Python.h").write_text("")
-    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: "triton" in has or None)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "compiler" in has or None)
-    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    assert machine.abilities() == dict(zip(("gpu", "triton", "compile"), expected, strict=True))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_peaks_stay_below_the_datasheet():

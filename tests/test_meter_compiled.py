@@ -8,9 +8,10 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo import utils
 
-from course_lib import machine, meter
+from course_lib import meter
+from course_lib.authoring.catalogue import abilities
 
-needs_compiler = pytest.mark.skipif(not machine.abilities()["compile"], reason="nothing to build with")
+needs_compiler = pytest.mark.skipif(not abilities()["compile"], reason="nothing to build with")
 
 
 def line(fn, text):

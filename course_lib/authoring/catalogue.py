@@ -4,10 +4,16 @@ What the learner has passed is in work/.progress.json: {"roofline.1": {"title", 
 belongs to the exercise's title: it survives a new number, and does not count for another exercise.
 """
 
+import contextlib
 import datetime
 import functools
+import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
+import shutil
+import sysconfig
 from pathlib import Path
 
 from course_lib import recorded, show
@@ -108,13 +114,41 @@ def figures_cmd(args):
     print(show.table(head, rows, left=(0, 2, 3, 4, 5, 6)))
 
 
+def abilities():
+    """What runs here: {"gpu": bool, "triton": "gpu" | "interpreter" | None, "compile": bool}.
+
+    Triton is not imported. "interpreter": kernels run under TRITON_INTERPRET=1, on the CPU. "compile" is
+    whether torch.compile finds what it builds with (Triton on a GPU, a C++ compiler on a CPU).
+    """
+    import torch
+
+    from course_lib import machine
+
+    gpu, triton = machine.has_gpu(), None
+    if importlib.util.find_spec("triton") is not None:
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        real = gpu and not interpreted and torch.cuda.get_device_capability() >= (7, 0)
+        triton = "gpu" if real else "interpreter"
+    compilers = ("CC", "gcc", "cc", "clang") if gpu else ("CXX", "g++", "c++", "clang++", "cl")
+    builds = any(shutil.which(os.environ.get(c, c)) for c in compilers)
+    builds &= Path(sysconfig.get_path("include"), "Python.h").exists()
+    return {"gpu": gpu, "triton": triton, "compile": builds and (triton == "gpu" or not gpu)}
+
+
+def triton_version():
+    "The installed Triton's version without importing it, or None."
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("triton")
+    return None
+
+
 def doctor_cmd(args):
     "Print what this machine is and what it measures."
     import torch
 
     from course_lib import machine, ram
 
-    can, peak, gpus = machine.abilities(), machine.peaks(), torch.cuda.device_count() * machine.has_gpu()
+    can, peak, gpus = abilities(), machine.peaks(), torch.cuda.device_count() * machine.has_gpu()
     sheet, cuda = (
         machine.DATASHEET.get(machine.name(), {}),
         f", CUDA {torch.version.cuda}" * bool(torch.version.cuda),
@@ -127,7 +161,7 @@ def doctor_cmd(args):
         "memory": f"{ram.total() / 2**30:.0f} GiB{memory}",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "torch": torch.__version__ + cuda,
-        "triton": f"{machine.triton_version() or 'not installed'}; kernels run {where}",
+        "triton": f"{triton_version() or 'not installed'}; kernels run {where}",
         "torch.compile": "builds here"
         if can["compile"]
         else "can't build here: no C++ compiler or Python headers",

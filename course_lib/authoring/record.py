@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from course_lib import machine, recorded
-from course_lib.authoring import kernel, notebook, outputs, prose, rules, stamps
+from course_lib.authoring import catalogue, kernel, notebook, outputs, prose, rules, stamps
 from course_lib.authoring.notebook import CourseError
 
 
@@ -159,7 +159,7 @@ def _about():
     "The machine and the versions of a recording."
     gpus = torch.cuda.device_count()
     name = f"{gpus} × " * (gpus > 1) + machine.name()
-    versions = {"triton": machine.triton_version(), "python": platform.python_version()}
+    versions = {"triton": catalogue.triton_version(), "python": platform.python_version()}
     return {"gpu": name, "host": machine.host(), "torch": torch.__version__, **versions}
 
 

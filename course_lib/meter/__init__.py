@@ -11,14 +11,8 @@
 
     meter.of(step, batch)               # Counts of one call, after two calls that warm up
 
-Each other kind of fact has a counter of its own, which its module explains:
-
-    meter.compiled(step, batch)         # graphs, breaks, recompiles, kernels: what torch.compile makes of it
-    meter.Memory(), meter.peak_memory(step, batch)    # the bytes alive, over time and at their peak
-    meter.count_comm()                  # messages, collectives and their bytes, on a rank
-
-`flops` is 2 for each multiply-add of a matmul or convolution. In `by_op` and `by_class` an operator that is
-no contraction has the FLOPs estimated by the table in `operators`.
+Other facts have counters of their own: `compiled` (graphs, breaks, recompiles, kernels), `Memory` and
+`peak_memory` (bytes alive), `count_comm` (messages, collectives and their bytes, on a rank).
 
 What is counted is an operator that writes memory:
 
@@ -28,15 +22,14 @@ What is counted is an operator that writes memory:
 - Indexing and `embedding` read the elements they take, and the index, not the whole table.
 - The step counters that torch.optim keeps on the CPU are not counted.
 
-A sync is where Python would wait for a GPU: item, float, bool, if, tolist, numpy, cpu, to("cpu"), print,
-nonzero, unique, a boolean mask as an index. `to(device)` with a torch.device counts only where it moves data.
-In a notebook `where` says "cell:3", the line within the cell.
+FLOPs are those of the table in `operators`. A sync is where Python would wait for a GPU: item, float, bool,
+if, tolist, numpy, cpu, to("cpu"), print, nonzero, unique, a boolean mask as an index; `to(device)` with a
+torch.device only where it moves data. torch.cuda.synchronize() is in plain sight and not counted.
 
-Only operators of the portable list are counted (see `operators`): they are the same on a CPU and a GPU. Any
-other raises `NotPortable`, which says what to use. `count(portable=False)` accepts everything and leaves the
-bytes None. An operator whose FLOPs are not known makes the FLOPs None, and `c.unknown` names it. Whatever the
-block does on CPU tensors is taken for the device's work, collating a batch too. Work on other threads (data
-loaders) is not seen; a backward pass is. torch.cuda.synchronize() is in plain sight and not counted.
+Only operators of the portable list are counted, which are the same on a CPU and a GPU. Any other raises
+`NotPortable`, which says what to use. `count(portable=False)` accepts everything and leaves the bytes None;
+an operator whose FLOPs are not known makes the FLOPs None, and `c.unknown` names it. All that the block does
+on CPU tensors is taken for the device's work. Other threads (data loaders) are not seen; a backward pass is.
 """
 
 from course_lib.meter.comm import CommCounter, count_comm

@@ -3,21 +3,18 @@
 The portable list holds operators that are the same on a CPU and on a GPU, so a count made on CPU tensors
 is true of both. FLOPs by class:
 
-    contraction    mm bmm addmm baddbmm mv addmv dot convolution   2 for each multiply-add
-                   and, off the portable list, fused attention and what torch's FLOP counter knows
-    normalisation  softmax, log_softmax        5 an element, backward 4
-                   layer_norm                  5 an element, 1 for the weight, 1 for the bias;
-                                               backward 10 an element, 3 for weight and bias
-                   var, std 4 · mse_loss 3 · norm 2 · other reductions, scans, pooling, losses:
-                                               1 for each element they read
-    elementwise    point-wise operators        1 an element of the result, whatever the function
-                   fills, copies, casts, cat, indexing, random numbers    0
+    contraction    mm bmm addmm baddbmm mv addmv dot convolution, fused attention    2 a multiply-add
+    normalisation  softmax, log_softmax 5 an element, backward 4 · var, std 4 · mse_loss 3 · norm 2 ·
+                   layer_norm 5, and 1 for weight and bias each; backward 10, 3 for weight and bias ·
+                   other reductions, scans, pooling, losses 1 for each element they read
+    elementwise    point-wise operators 1 an element of the result, whatever the function;
+                   fills, copies, casts, cat, indexing, random numbers 0
 
-The FLOPs of contractions are exact. torch's FLOP counter gives the same, except for the backward pass of a
-grouped convolution, where it counts the weight's gradient once for each group. Those of the other classes
-are the customary estimates: softmax and layer norm as in "Data Movement Is All You Need" (arXiv 2007.00072),
-whose three classes these are. Off the list, point-wise operators and those of NO_MATMUL count 1 for each
-element that they write; the FLOPs of any other operator are None.
+Those of contractions are exact. torch's FLOP counter gives the same, except for the backward pass of a
+grouped convolution, where it counts the weight's gradient once for each group. The others are customary
+estimates, as in "Data Movement Is All You Need" (arXiv 2007.00072), whose three classes these are. Off the
+list, point-wise operators and those of NO_MATMUL count 1 for each element that they write; others what
+torch's FLOP counter says, or None.
 """
 
 import functools
@@ -162,24 +159,20 @@ def instead_of(op):
 
 def tensors(value):
     "The tensors in nested lists and tuples."
-    if isinstance(value, torch.Tensor):
-        return [value]
     if isinstance(value, list | tuple):
         return [t for v in value for t in tensors(v)]
-    return []
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def arguments(func, args, kwargs):
     "The arguments of a call by their names in the operator's schema."
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
-    return {**given, **kwargs}
+    return {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
 def region(t):
     """The elements a strided tensor covers, as a key and their size in bytes.
 
-    A broadcast dimension (stride 0) covers its elements once; a transposed view covers the same elements as
-    the original and has the same key. What is read twice in one operator is thus counted once.
+    A broadcast dimension (stride 0) covers its elements once; a transposed view has the original's key.
     """
     if not t.numel():
         return None, 0
@@ -215,12 +208,12 @@ def cost(func, args, kwargs, result, count_bytes=True):
     if not any(t.numel() for t in written):
         return None
     flops = _flops(op, given, written)
-    if flops is None and (formula := _formula(op)):
+    if any(t.layout is not torch.strided for t in tensors(list(given.values()))):
+        flops = None
+    elif flops is None and (formula := _formula(op)):
         flops = formula(*args, **kwargs, out_val=result)
     elif flops is None and (torch.Tag.pointwise in func.tags or any(part in op for part in NO_MATMUL)):
         flops = sum(t.numel() for t in written)
-    if any(t.layout is not torch.strided for t in tensors(list(given.values()))):
-        flops = None
     if not count_bytes:
         return None, None, flops
     if op in PUTS and changed and "out" not in given:
