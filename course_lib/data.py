@@ -103,7 +103,10 @@ def _crops(random, n, size, low, high, text, grain):
         share = (p // len(FACES) + random.rand()) / parts
         page = _page(random, FACES[p % len(FACES)], round(low * (high / low) ** share), 2 * size, text)
         for i in np.flatnonzero(page_of == p):
-            x[i, 0] = _printed(random, _piece(random, page, size), _piece(random, grain, size))
+            # In some tone of ink on some tone of paper, with grain.
+            piece, noise = _piece(random, page, size), _piece(random, grain, size)
+            paper, ink = random.uniform(160, 255), random.uniform(0, 90)
+            x[i, 0] = (np.linspace(ink, paper, 256).astype(np.int16)[piece] + noise).clip(0, 255)
     order = random.permutation(n)
     return torch.from_numpy(x[order]), torch.from_numpy((page_of % len(FACES)).astype(np.int64)[order])
 
@@ -133,12 +136,6 @@ def _piece(random, sheet, size):
     return sheet[top : top + size, left : left + size]
 
 
-def _printed(random, crop, grain):
-    "A crop of a page in some tone of ink on some tone of paper, with grain."
-    paper, ink = random.uniform(160, 255), random.uniform(0, 90)
-    return (np.linspace(ink, paper, 256).astype(np.int16)[crop] + grain).clip(0, 255).astype(np.uint8)
-
-
 @functools.cache
 def font(face, em):
     "The font of one of matplotlib's faces, `em` pixels high."
@@ -153,8 +150,8 @@ def font(face, em):
 class Batches:
     """Minibatches of tensors that are already where they are needed: tuples, one slice of each tensor.
 
-    The last batch is smaller where `size` doesn't divide the number of samples. With a `seed`, each pass has
-    another order, and a second object with the same seed gives the same passes. Without it, the order stays.
+    The last batch is smaller where `size` doesn't divide the samples. With a `seed`, each pass has another
+    order, and a second object with the same seed gives the same passes. Without it, the order stays.
     """
 
     def __init__(self, *tensors, size, seed=None):
@@ -166,9 +163,8 @@ class Batches:
     def __iter__(self):
         order = torch.arange(len(self.tensors[0]))
         if self.seed is not None:
-            order = torch.randperm(
-                len(order), generator=torch.Generator().manual_seed(self.seed + self.passes)
-            )
+            generator = torch.Generator().manual_seed(self.seed + self.passes)
+            order = torch.randperm(len(order), generator=generator)
             self.passes += 1
         for index in order.to(self.tensors[0].device).split(self.size):
             yield tuple(t[index] for t in self.tensors)

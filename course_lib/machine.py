@@ -48,13 +48,14 @@ def start(lesson, lib=LIB):
     `lib` is the oldest library the lesson works with; one sentence says what to do where this one is older.
     """
     print(f"lesson {lesson} · {name()} · torch {torch.__version__}")
-    if _version(lib) > _version(LIB):
+    wanted, have = (tuple(map(int, version.split("."))) for version in (lib, LIB))
+    if wanted > have:
         cure = "run `git pull`, then `make venv`, and restart the kernel"
         print(f"This lesson needs course_lib {lib} and found {LIB}: {cure}.")
     show.style()
     torch.manual_seed(0)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is not None and _gpu_cell not in shell.input_transformers_cleanup:
+    if shell and _gpu_cell not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(_gpu_cell)
 
 
@@ -66,10 +67,6 @@ def _gpu_cell(lines):
         return ["\n", *lines[1:]]
     names = re.findall(r"""\bnote\(\s*f?["']([\w.{}\[\]"']+?)["'],""", "".join(lines))
     return [f"print({f'Needs a CUDA GPU: {lines[0][5:].strip()}.{recorded.brief(names)}'!r})\n"]
-
-
-def _version(text):
-    return tuple(map(int, text.split(".")))
 
 
 def has_gpu():
@@ -102,10 +99,8 @@ def host():
     "The processor's model and the cores that this process may use."
     n, model = cores(), platform.processor() or platform.machine() or "CPU"
     with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-        model = next(
-            (line.partition(":")[2] for line in text.splitlines() if line.startswith("model name")), model
-        )
+        found = re.search("^model name\\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model = found[1] if found else model
     return f"{' '.join(model.split())}, {n} core{'s' * (n != 1)}"
 
 

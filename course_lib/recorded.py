@@ -26,12 +26,9 @@ def note(name, value, unit, bar=None):
     value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"figure {name} is {value}; expected a finite number")
-    figure = {"value": value, "unit": unit}
-    if bar is not None:
-        figure["bar"] = {"op": bar[0], "value": float(bar[1])}
-    _mine[name] = figure
-    out = os.environ.get("COURSE_FIGURES")
-    if out:
+    bars = {"bar": {"op": bar[0], "value": float(bar[1])}} if bar else {}
+    figure = _mine[name] = {"value": value, "unit": unit, **bars}
+    if out := os.environ.get("COURSE_FIGURES"):
         with open(out, "a", encoding="utf-8") as f:
             f.write(json.dumps({"name": name, **figure}) + "\n")
     return value

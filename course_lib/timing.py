@@ -6,6 +6,7 @@ import time as clock
 import timeit
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch.utils import _pytree as pytree
 
@@ -28,25 +29,21 @@ class Timing(NamedTuple):
 
 
 def time(fn, *args, seconds=0.3, device=None):
-    """Time `fn(*args)`; returns a `Timing` in seconds.
+    """Time `fn(*args)`, for about `seconds` and five times at least; returns a `Timing` in seconds.
 
-    `fn` is called without being timed first, so compilation and allocation are left out. Then it is called
-    for about `seconds`, and five times at least. `device` is "cpu" or "cuda"; by default it is where the
-    tensors in `args` are, and where there are none, the GPU if this machine has one.
+    A first call is not timed, so compilation and allocation are left out. `device` is "cpu" or "cuda"; by
+    default it is where the tensors in `args` are, and where there are none, the GPU if this machine has one.
 
     On the GPU each call lies between two CUDA events, and a write of 256 MB before it empties the L2 cache:
     the method of triton.testing.do_bench. On the CPU calls are timed in blocks long enough for the clock,
     with all of torch's threads.
     """
-    on_gpu = torch.device(device or _where(args)).type == "cuda"
+    found = {t.device.type for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)}
+    default = "cuda" in found or (not found and torch.cuda.is_available())
+    on_gpu = torch.device(device).type == "cuda" if device else default
     fn(*args)
     with no_gc():
         return summary(*(_on_gpu if on_gpu else _on_cpu)(lambda: fn(*args), seconds))
-
-
-def _where(args):
-    found = {t.device.type for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)}
-    return "cuda" if "cuda" in found or (not found and torch.cuda.is_available()) else "cpu"
 
 
 @contextlib.contextmanager
@@ -63,8 +60,7 @@ def no_gc():
 
 def summary(samples, runs):
     "`Timing` of these samples, seconds of a call."
-    t = torch.tensor(samples, dtype=torch.float64, device="cpu")
-    low, median, high = t.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64, device="cpu")).tolist()
+    low, median, high = numpy.quantile(samples, (0.2, 0.5, 0.8)).tolist()
     return Timing(median, low, high, runs)
 
 

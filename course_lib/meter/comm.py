@@ -2,11 +2,14 @@
 
     with meter.count_comm() as c:
         ring_all_reduce(x)
-    c.messages, c.sent_bytes, c.received_bytes, c.collectives, c.payload_bytes
+    c.messages, c.sent_bytes, c.received_bytes    # point to point
+    c.collectives                                 # {"all_reduce": calls, …}
+    c.payload_bytes                               # {"all_reduce": bytes, …}: whole tensors that the rank
+                                                  # hands in, or gets where it only receives (broadcast)
 
-Counted where PyTorch dispatches communication (the operators of `c10d` and `_c10d_functional`), so calls
-from C++ are seen too: those of `DistributedDataParallel`, `fully_shard` and DTensor. `CommDebugMode` of
-PyTorch looks in the same place and counts calls, not bytes.
+Counted where PyTorch dispatches communication (`c10d`, `_c10d_functional`), so calls from C++ are seen too:
+those of `DistributedDataParallel`, `fully_shard` and DTensor. What goes over the wire for a collective
+depends on the algorithm and isn't counted. PyTorch's `CommDebugMode` counts calls, not bytes.
 """
 
 from collections import Counter
@@ -27,15 +30,7 @@ INPUTS = {"input", "inputs", "input_tensor", "input_tensors", "input_list", "ten
 
 
 class CommCounter(TorchDispatchMode):
-    """What this rank communicated in a `with` block. Bytes are whole tensors', as handed to PyTorch.
-
-    messages        point-to-point sends
-    sent_bytes      bytes of those sends; `received_bytes` of the receives
-    collectives     {"all_reduce": calls, …}
-    payload_bytes   {"all_reduce": bytes, …}: what the rank hands in to each kind of collective, or, where
-                    it only receives (broadcast, scatter), what it gets. What goes over the wire for it
-                    depends on the algorithm and isn't counted.
-    """
+    "What this rank communicated in a `with` block; see the module."
 
     def __init__(self):
         super().__init__()
@@ -51,8 +46,8 @@ class CommCounter(TorchDispatchMode):
 
     def _note(self, op, given):
         inputs = [v for k, v in given.items() if k in INPUTS]
-        messages = zip(given["op_list"], given["tensors"], strict=True) if "p2p" in op else [(op, inputs)]
-        for kind, tensors in messages:
+        pairs = zip(given["op_list"], given["tensors"], strict=True) if "p2p" in op else [(op, inputs)]
+        for kind, tensors in pairs:
             if "send" in kind:
                 self.messages += 1
                 self.sent_bytes += _bytes(tensors)

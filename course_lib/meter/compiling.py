@@ -41,7 +41,7 @@ class Break(NamedTuple):
 
     reason: str
     where: str
-    code: str = ""
+    code: str
 
 
 class Recompile(NamedTuple):
@@ -72,8 +72,7 @@ class Compiled:
         counts = [(self.kernels, "kernel"), (self.graphs, "graph"), (len(self.breaks), "graph break"),
                   (len(self.recompiles), "recompile")]  # fmt: skip
         lines = [", ".join(f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n is not None)]
-        if self.bytes is not None:
-            lines[0] += f", {self.bytes:,} bytes"
+        lines[0] += "" if self.bytes is None else f", {self.bytes:,} bytes"
         lines += [f"break at {b.where}: {b.reason}" for b in self.breaks]
         lines += [f"recompiled {r.where}: {r.guard}" for r in self.recompiles]
         if self.limited:
@@ -109,13 +108,11 @@ def compiled(fn, *args, then=(), backend="inductor", dynamic=None, limit=None, *
 
         return run
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(quiet())
-        if limit is not None:
-            stack.enter_context(dynamo.config.patch(recompile_limit=limit))
-        metrics = stack.enter_context(_inductor_metrics()) if backend == "inductor" else None
-        dynamo.reset()
+    inductor = _inductor_metrics() if backend == "inductor" else contextlib.nullcontext()
+    config = dynamo.config.patch(recompile_limit=limit or dynamo.config.recompile_limit)
+    with quiet(), config, inductor as metrics, contextlib.ExitStack() as stack:
         stack.callback(dynamo.reset)
+        dynamo.reset()
         utils.clear_compilation_metrics()
         run = torch.compile(fn, backend=counting, dynamic=dynamic)
         for given in [args, *then]:
@@ -177,14 +174,12 @@ def _explain(found, reasons, compilations):
             found.limited = True
         elif m.fail_type is not None and "no content" not in why:
             # A break within a loop or a `with`: no part of the function is compiled.
-            at = (m.fail_user_frame_filename, m.fail_user_frame_lineno)
+            at = m.fail_user_frame_filename, m.fail_user_frame_lineno
             at = (m.co_filename, m.co_firstlineno) if None in at else at
             if at not in {key[:2] for key in breaks}:
                 breaks[*at, None, _reason(why or m.fail_type)] = None
-    found.breaks += [
-        Break(reason, place(path, line), linecache.getline(path, line).strip())
-        for path, line, _, reason in breaks
-    ]
+    for path, line, _, reason in breaks:
+        found.breaks.append(Break(reason, place(path, line), linecache.getline(path, line).strip()))
 
 
 def _reason(text):

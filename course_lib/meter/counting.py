@@ -114,16 +114,15 @@ def _many(n, word):
 def count(portable=True):
     """Count what the block does; gives the `Counts`, which grow as it runs. Blocks may be nested.
 
-    Raises `NotPortable` in the block where an operator is not on the portable list, or where a compiled
-    function is called (it would run eagerly here, and be counted as if it were not compiled).
-    `portable=False` accepts every operator and counts operators, FLOPs and syncs; the bytes are None.
+    Raises `NotPortable` in the block where an operator is not on the portable list, or a compiled function is
+    called (it would run eagerly here). `portable=False` accepts every operator; the bytes are then None.
     """
     c = Counts() if portable else Counts(read=None, written=None)
     run = Run(c, portable)
     # A class made now, since only now it is known whether the compiler is loaded: see _should_skip_dynamo.
     see = type("Operators", (Operators,), {"__torch_dispatch__": Operators.__torch_dispatch__})
     before = register_optimizer_step_pre_hook(run.before_step)
-    after = register_optimizer_step_post_hook(run.after_step)
+    after = register_optimizer_step_post_hook(lambda *_: setattr(run, "in_step", False))
     with before, after, Functions(run), see(run):
         yield c
 
@@ -173,9 +172,6 @@ class Run:
             if not group.get("capturable"):
                 for p in group["params"]:
                     self.keep_on_host(optimizer.state.get(p, {}).get("step"))
-
-    def after_step(self, optimizer, args, kwargs):
-        self.in_step = False
 
     def keep_on_host(self, t):
         if isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.dim() == 0:
@@ -237,10 +233,10 @@ class Operators(TorchDispatchMode):
         return op in WAITS
 
     def _count(self, func, args, kwargs, result, found):
-        devices = {t.device for t in found + operators.tensors(result)}
-        if operators.name(func) in ("copy", "_to_copy") and len(devices) > 1:
+        op, devices = operators.name(func), {t.device for t in found + operators.tensors(result)}
+        if op in ("copy", "_to_copy") and len(devices) > 1:  # over the bus, not within the device's memory
             if not operators.arguments(func, args, kwargs).get("non_blocking"):
-                self.run.sync()  # over the bus, not within the device's memory
+                self.run.sync()
         elif cost := operators.cost(func, args, kwargs, result, self.run.counts.read is not None):
             self.run.counts.add(func._schema.name.removeprefix("aten::"), *cost)
 
@@ -317,8 +313,6 @@ def _reads_all(called, args, kwargs):
     waits = not (kwargs.get("non_blocking") or (len(args) > 3 and args[3]))
     return isinstance(to, str) and to.split(":")[0] == "cpu" and waits
 
-
-# --- where in the program -----------------------------------------------------------
 
 TORCH = str(Path(torch.__file__).parent)
 _HERE = (str(Path(__file__).parent), contextlib.__file__)
