@@ -139,7 +139,7 @@ def call(fn, *args, mutates=(), **kwargs):
     """Call the learner's `fn` on clones of the tensors in `args` and `kwargs`; return what it returns.
 
     Raises `Wrong` when `fn` is not callable, raises, or changes an input in place. `mutates` names the
-    positions that it may change; the caller then passes clones of its own, for they are not cloned here.
+    positions that it may change, which are not cloned: the caller passes clones of its own.
     """
     if not callable(fn):
         raise Wrong(f"expected a function, got {kind(fn)}: pass the function itself, without calling it")
@@ -171,13 +171,9 @@ def _same(a, b):
 
 
 def _same_leaf(x, y):
-    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            return False
-        x, y = x.detach(), y.detach()
-        if x.is_floating_point() and x.itemsize == 1:  # torch doesn't compare fp8
-            x, y = x.float(), y.float()
-        return torch.equal(x.nan_to_num(), y.nan_to_num())
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):  # byte by byte, so that NaN is NaN
+        same = (x.shape, x.dtype) == (y.shape, y.dtype)
+        return same and torch.equal(*(t.detach().flatten().view(torch.uint8) for t in (x, y)))
     if isinstance(x, int | float | str):  # a list of numbers may have been sorted in place
         return type(x) is type(y) and (x == y or x != x)
     return True
@@ -225,10 +221,7 @@ def number(got, what):
 
 
 def close(got, want, what, rtol=1e-4, atol=1e-6):
-    """Require `got` to equal `want` within `atol + rtol * |want|`, element by element.
-
-    `want` is a number or a tensor; for a tensor, shape must agree and NaN never passes.
-    """
+    "Require `got` to be `want`, a number or a tensor, within `atol + rtol * |want|`, element by element."
     if not isinstance(want, torch.Tensor):
         got = number(got, what)
         require(abs(got - want) <= atol + rtol * abs(want), f"{what}: expected {want:.6g}, got {got:.6g}")

@@ -51,8 +51,7 @@ def digits(seed=0):
     """1,797 handwritten digits of 8x8 grey pixels, split into 1,397 for training and 400 for validation.
 
     x is float32 [N, 1, 8, 8] in 0..1, y is int64 [N] in 0..9, both on the CPU. `seed` picks the split, the
-    same on every machine. scikit-learn carries the images, so nothing is downloaded. The split is random:
-    the same 13 writers are on both sides.
+    same on every machine; it is random, so that the same 13 writers are on both sides. Nothing is downloaded.
     """
     from sklearn.datasets import load_digits
 
@@ -66,12 +65,11 @@ def digits(seed=0):
 
 
 def typefaces(size=128, n=2000, seed=0, em=None, n_valid=None):
-    """Crops of printed pages; the label is the typeface, one of sixteen.
+    """Crops of printed pages; the label is the typeface, one of sixteen. Cached, since to render takes long.
 
     x is uint8 [N, 1, size, size], y is int64 [N]: `n` for training, `n_valid` (n // 4) for validation, which
     set different texts. `em` is the range of the letters' size in pixels, (lowest, highest), even on a log
-    scale; by default (size / 16, size / 4). The crops are cut from twelve pages of each face, each page with
-    letters of another size; to render the pages takes nearly all of the time. Cached.
+    scale; by default (size / 16, size / 4). The crops are cut from twelve pages of each face.
     """
     low, high = em or (size / 16, size / 4)
     n_valid = n // 4 if n_valid is None else n_valid

@@ -9,10 +9,7 @@ from torch.nn import functional as F
 
 
 def mlp(sizes, activation=nn.ReLU):
-    """A multilayer perceptron: linear layers of `sizes`, an activation between each two.
-
-    Takes [..., sizes[0]], gives [..., sizes[-1]].
-    """
+    "A multilayer perceptron, an activation between each two layers: [..., sizes[0]] to [..., sizes[-1]]."
     layers = []
     for fan_in, fan_out in itertools.pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), activation()]
@@ -62,8 +59,7 @@ class Encoder(nn.Module):
     """A BERT-like encoder: `layers` of attention and feed-forward, `width` wide, with `heads` heads.
 
     Without `vocab` it takes and gives [N, T, width]. With `vocab` it takes token ids [N, T] (int64, T up to
-    `length`), adds learned positions, and gives logits [N, T, vocab]. `ffn` is the inner width of the
-    feed-forward, 4 * width by default.
+    `length`), adds learned positions, and gives logits [N, T, vocab]. `ffn` is 4 * width by default.
     """
 
     def __init__(self, layers, width, heads, vocab=None, ffn=None, length=512):

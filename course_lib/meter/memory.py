@@ -43,9 +43,7 @@ class Memory(TorchDispatchMode):
     def now(self):
         return torch.cuda.memory_allocated() - self._start if self.allocator else sum(self._sizes.values())
 
-    @property
-    def tensors(self):
-        return len(self._sizes)
+    tensors = property(lambda self: len(self._sizes))
 
     def mark(self):
         "Note this moment: the end of the forward pass, for one."

@@ -38,29 +38,28 @@ FILLS = _words(
     "arange linspace rand rand_like randn randn_like randint randint_like normal uniform exponential random"
 )
 COPIES = _words(
-    "copy clone _to_copy cat stack repeat flip roll constant_pad_nd tril triu slice_backward select_backward "
-    "diagonal_backward unfold_backward index_select gather take index embedding embedding_dense_backward "
-    "masked_select nonzero repeat_interleave index_put _index_put_impl index_add index_copy index_fill "
-    "scatter scatter_add scatter_reduce sort topk"
+    "copy clone _to_copy cat stack repeat flip roll constant_pad_nd tril triu slice_backward "
+    "select_backward diagonal_backward unfold_backward index_select gather take index embedding "
+    "embedding_dense_backward masked_select nonzero repeat_interleave index_put _index_put_impl index_add "
+    "index_copy index_fill scatter scatter_add scatter_reduce sort topk"
 )
 POINTWISE = _words(
-    "add sub rsub mul div neg abs sign pow sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p "
-    "sin cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid logit relu leaky_relu elu celu "
-    "gelu silu mish softplus hardtanh hardsigmoid hardswish log_sigmoid_forward threshold "
-    "maximum minimum fmax fmin clamp clamp_min clamp_max floor ceil round trunc frac fmod remainder "
-    "floor_divide where masked_fill addcmul addcdiv lerp xlogy hypot sgn sinc logaddexp nan_to_num "
-    "eq ne lt le gt ge isnan isinf logical_and logical_or logical_xor logical_not "
-    "bitwise_and bitwise_or bitwise_xor bitwise_not "
+    "add sub rsub mul div neg abs sign pow sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin "
+    "cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid logit relu leaky_relu elu celu "
+    "gelu silu mish softplus hardtanh hardsigmoid hardswish log_sigmoid_forward threshold maximum minimum "
+    "fmax fmin clamp clamp_min clamp_max floor ceil round trunc frac fmod remainder floor_divide where "
+    "masked_fill addcmul addcdiv lerp xlogy hypot sgn sinc logaddexp nan_to_num eq ne lt le gt ge isnan "
+    "isinf logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
     "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward leaky_relu_backward "
-    "elu_backward hardtanh_backward softplus_backward hardsigmoid_backward hardswish_backward "
-    "mish_backward log_sigmoid_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
-    "nll_loss_backward nll_loss2d_backward binary_cross_entropy_backward"
+    "elu_backward hardtanh_backward softplus_backward hardsigmoid_backward hardswish_backward mish_backward "
+    "log_sigmoid_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward nll_loss_backward "
+    "nll_loss2d_backward binary_cross_entropy_backward"
 )
 REDUCTIONS = _words(
-    "sum nansum mean prod max min amax amin aminmax argmax argmin any all logsumexp count_nonzero "
-    "cumsum cumprod nll_loss_forward nll_loss2d_forward smooth_l1_loss huber_loss "
-    "binary_cross_entropy binary_cross_entropy_with_logits max_pool2d_with_indices avg_pool2d "
-    "_adaptive_avg_pool2d max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward"
+    "sum nansum mean prod max min amax amin aminmax argmax argmin any all logsumexp count_nonzero cumsum "
+    "cumprod nll_loss_forward nll_loss2d_forward smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d "
+    "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward"
 )
 PER_ELEMENT = {
     "_softmax": 5, "_log_softmax": 5, "_safe_softmax": 5,
@@ -290,8 +289,8 @@ def _flops(op, given, written):
     if "scaled_dot_product" in op:
         q, k, v = given["query"], given["key"], given["value"]
         pairs = 2 * q.numel() // q.shape[-1] * k.shape[-2]
-        d, dv = q.shape[-1], v.shape[-1]
-        return pairs * (3 * d + 2 * dv if "backward" in op else d + dv)
+        products = (3, 2) if "backward" in op else (1, 1)
+        return pairs * (products[0] * q.shape[-1] + products[1] * v.shape[-1])
     if op == "native_layer_norm":
         return given["input"].numel() * (5 + (given["weight"] is not None) + (given["bias"] is not None))
     if op == "native_layer_norm_backward":
