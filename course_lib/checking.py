@@ -124,10 +124,6 @@ def describe(e):
     return f"{type(e).__name__}: {first}" if first else type(e).__name__
 
 
-def _tensors(tree):
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
-
-
 def clone(tree):
     "A copy of nested lists, tuples and dicts whose tensors share no memory with the originals."
     return pytree.tree_map_only(
@@ -143,8 +139,7 @@ def call(fn, *args, mutates=(), **kwargs):
     """
     if not callable(fn):
         raise Wrong(f"expected a function, got {kind(fn)}: pass the function itself, without calling it")
-    given = [a if i in mutates else clone(a) for i, a in enumerate(args)]
-    named = clone(kwargs)
+    given, named = [a if i in mutates else clone(a) for i, a in enumerate(args)], clone(kwargs)
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         out = fn(*given, **named)
@@ -185,7 +180,7 @@ def shapes(args, kwargs=None):
     def one(a):
         if isinstance(a, torch.Tensor):
             return f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-        if isinstance(a, list | tuple) and _tensors(a):
+        if isinstance(a, list | tuple) and any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(a)):
             return "[" + ", ".join(one(x) for x in a[:4]) + (", …" if len(a) > 4 else "") + "]"
         text = getattr(a, "__name__", None) or repr(a)
         return text if len(text) <= 40 else f"a {type(a).__name__}"

@@ -61,7 +61,9 @@ def brief(names, most=4):
     for name in names:
         pattern = re.sub(r"\\{.*?\\}", r"\\w+", re.escape(name))
         found += [f for f in figures(name.split(".")[0]) if re.fullmatch(pattern, f["name"])]
-    words = [f"{f['name'].split('.', 1)[1]} {shown(f)} {f['unit']}".strip() for f in found[:most]]
+    words = [
+        f"{f['name'].split('.', 1)[1]} {show.number(f['value'])} {f['unit']}".strip() for f in found[:most]
+    ]
     return f" Recorded on {found[0]['machine']}: {', '.join(words)}." if found else ""
 
 
@@ -91,14 +93,10 @@ def compare(lesson, mine, alone=False):
     if not names:
         return f"no figures for lesson {lesson} yet"
     columns = {"this run": mine} if alone else {"this run": mine, "recorded": theirs}
-    rows = [
-        (n, *(shown(c.get(n)) for c in columns.values()), (mine.get(n) or theirs[n])["unit"]) for n in names
-    ]
+    rows = []
+    for n in names:
+        found = [c.get(n) for c in columns.values()]
+        rows.append((n, *(f and f["value"] for f in found), next(filter(None, found))["unit"]))
     sources = sorted({f"{f['machine']}, torch {f['torch']}, {f['date']}" for f in theirs.values()})
     text = show.table(("figure", *columns, "unit"), rows, left=(0, len(columns) + 1))
     return text + ("\nrecorded on " + "; ".join(sources) if sources else "")
-
-
-def shown(figure):
-    "A figure's value at three significant digits; a dash where there is none."
-    return show.number(figure and figure["value"])

@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 
-from course_lib.meter.counting import TORCH, place
+from course_lib.meter.counting import TORCH, many, place
 
 
 class Break(NamedTuple):
@@ -71,14 +71,14 @@ class Compiled:
     def __str__(self):
         counts = [(self.kernels, "kernel"), (self.graphs, "graph"), (len(self.breaks), "graph break"),
                   (len(self.recompiles), "recompile")]  # fmt: skip
-        lines = [", ".join(f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n is not None)]
+        lines = [", ".join(many(n, word) for n, word in counts if n is not None)]
         lines[0] += "" if self.bytes is None else f", {self.bytes:,} bytes"
         lines += [f"break at {b.where}: {b.reason}" for b in self.breaks]
         lines += [f"recompiled {r.where}: {r.guard}" for r in self.recompiles]
         if self.limited:
             lines.append("recompile limit passed: what came after ran eagerly and is not a compiled result")
-        if n := len(self.eager):
-            lines.append(f"no compiled code ran in {n} call{'s' * (n != 1)} of {self.calls}")
+        if self.eager:
+            lines.append(f"no compiled code ran in {many(len(self.eager), 'call')} of {self.calls}")
         return "\n".join(lines)
 
 

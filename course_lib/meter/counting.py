@@ -96,17 +96,17 @@ class Counts:
         rows.append(("total", OpCount(self.ops, self.bytes, _sum(self.flops, self.other_flops))))
         lines = [show.table(("operator", "ops", "bytes", "FLOPs"), [(op, *n) for op, n in rows])]
         if self.syncs:
-            lines.append(f"{_many(self.syncs, 'sync')}: {', '.join(self.where)}")
+            lines.append(f"{many(self.syncs, 'sync')}: {', '.join(self.where)}")
         return "\n".join(lines)
 
     def __str__(self):
         moved = "bytes not counted" if self.bytes is None else f"{self.bytes:,} bytes"
         unknown = f"FLOPs of {', '.join(self.unknown)} not known"
         flops = unknown if self.flops is None else f"{self.flops:,} FLOPs"
-        return ", ".join([_many(self.ops, "operator"), moved, flops, _many(self.syncs, "sync")])
+        return ", ".join([many(self.ops, "operator"), moved, flops, many(self.syncs, "sync")])
 
 
-def _many(n, word):
+def many(n, word):
     return f"{n:,} {word}{'s' * (n != 1)}"
 
 

@@ -19,9 +19,9 @@ allocator, read after each operator; `peak_memory` gives the allocator's own pea
 import weakref
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from course_lib.meter import operators
 from course_lib.meter.counting import inside_compiled
 
 
@@ -56,8 +56,8 @@ class Memory(TorchDispatchMode):
         if self.ignore and self.ignore():
             return out
         if not self.allocator:
-            given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-            for storage in (t.untyped_storage() for t in _tensors(out)):
+            given = {t.untyped_storage()._cdata for t in operators.tensors([*args, *(kwargs or {}).values()])}
+            for storage in (t.untyped_storage() for t in operators.tensors(out)):
                 key = storage._cdata
                 if key not in given | self._sizes.keys() and storage.nbytes() >= self.at_least:
                     self._sizes[key] = storage.nbytes()
@@ -65,10 +65,6 @@ class Memory(TorchDispatchMode):
         self.line.append((func._schema.name.split("::")[1], self.now))
         self.peak, self.most_tensors = max(self.peak, self.now), max(self.most_tensors, self.tensors)
         return out
-
-
-def _tensors(tree):
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def peak_memory(fn, *args, device="cpu", **kwargs):
