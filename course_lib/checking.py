@@ -139,7 +139,8 @@ def call(fn, *args, mutates=(), **kwargs):
     """
     if not callable(fn):
         raise Wrong(f"expected a function, got {kind(fn)}: pass the function itself, without calling it")
-    given, named = [a if i in mutates else clone(a) for i, a in enumerate(args)], clone(kwargs)
+    given, kept = ([a if i in mutates else clone(a) for i, a in enumerate(args)] for _ in range(2))
+    named = clone(kwargs)
     name = getattr(fn, "__name__", type(fn).__name__)
     try:
         out = fn(*given, **named)
@@ -151,9 +152,8 @@ def call(fn, *args, mutates=(), **kwargs):
         wrong = Wrong(f"{name} raised {describe(e)} when called with {shapes(args, kwargs)}")
         wrong.cause = e
         raise wrong from None
-    changed = [
-        f"its input number {i + 1}" for i, a in enumerate(args) if i not in mutates and not _same(a, given[i])
-    ]
+    pairs = [(i, *both) for i, both in enumerate(zip(kept, given, strict=True)) if i not in mutates]
+    changed = [f"its input number {i + 1}" for i, a, b in pairs if not _same(a, b)]
     changed += ["one of its inputs"] * (not _same(kwargs, named))
     if changed:
         raise Wrong(f"{name} changed {changed[0]} in place; work on a copy, or write a new tensor")
