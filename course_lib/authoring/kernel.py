@@ -96,8 +96,10 @@ class Session:
                 message = self._client.get_iopub_msg(timeout=0.1)
                 if message["parent_header"].get("msg_id") == request:
                     idle = self._take(message["msg_type"], message["content"])
-                if idle:
-                    reply = self._client.get_shell_msg(timeout=10)["content"]
+                while idle and not reply:  # on a busy machine an earlier request's reply may come first
+                    answer = self._client.get_shell_msg(timeout=10)
+                    if answer["parent_header"].get("msg_id") == request:
+                        reply = answer["content"]
             except queue.Empty:
                 ran.alive = self._manager.is_alive()
         ran.seconds, ran.count = time.monotonic() - began, reply.get("execution_count")
