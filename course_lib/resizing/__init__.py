@@ -160,6 +160,21 @@ def said(prediction, measured, unit):
     return f"{words}; you said {prediction:,.6g}" if isinstance(prediction, int | float) else words
 
 
+def spread(values, form=".1f"):
+    "The median of some seeds and their range in words, or the one value."
+    low, *_, high = sorted(values * 2)
+    middle = f"{statistics.median(values):{form}}"
+    return f"{middle} ({low:{form}} to {high:{form}})" if len(values) > 1 else middle
+
+
+def share_right(net, x, y):
+    "% of the letters `x` [N, 1, side, side] that the network reads right, by their labels `y`."
+    net.eval()
+    with torch.no_grad():
+        found = torch.cat([net(part).argmax(1) for part in x.split(500)])
+    return 100 * (found == y).float().mean().item()
+
+
 def explore(small=64, small_share=0.5, loader=0.5, full=128):
     """The explorer's numbers: what the epochs of a run cost, with time taken as side².
 

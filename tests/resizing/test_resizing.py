@@ -100,6 +100,13 @@ def test_explorer_answers_its_question():
 def test_said():
     assert resizing.said(None, 33.64, "%") == "33.6 %"
     assert resizing.said(50, 33.64, "%") == "33.6 %; you said 50"
+    assert resizing.spread([3.0, 1.0, 2.5]) == "2.5 (1.0 to 3.0)" and resizing.spread([1.0], "+.1f") == "+1.0"
+
+
+def test_share_right():
+    x = torch.eye(10).repeat(60, 1)
+    assert resizing.share_right(nn.Identity(), x, torch.arange(600) % 10) == 100
+    assert resizing.share_right(nn.Identity(), x, torch.zeros(600)) == pytest.approx(10)
 
 
 def test_a_stub_of_the_callback_is_not_solved():
