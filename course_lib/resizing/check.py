@@ -313,7 +313,11 @@ def schedule_for(answer):
         few = sorted(core.ragged(1, 9, len(sides)))  # small costs first: a message can be checked by hand
         cost = dict(zip(sides, few, strict=True)) if case < 15 else {s: 100 * s**2 + fixed for s in sides}
         cost |= {8: min(cost.values()) + 1}  # a side that the plan doesn't have
-        want = _spread(plan, n := random.randint(0, 7 if case < 15 else 30) if case else 0)
+        n = random.randint(0, 7 if case < 15 else 30) if case else 0
+        if case == 39:  # 55 * (3 / 11) is less than 15 in floating point
+            plan, n = [(20, 3), (28, 8)], 55
+            cost |= {20: 3, 28: 7}
+        want = _spread(plan, n)
         price, longer = (sum(map(cost.get, found)) for found in (want, _spread(plan, n + 1)))
         budget = price if case % 2 else random.randrange(price or longer // 2, longer)
         got = core.call(answer, budget, dict(cost), list(plan))

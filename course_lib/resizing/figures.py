@@ -113,7 +113,9 @@ def draw_gains(gains):
     ax.axhline(1, color=GREY, linestyle=":", linewidth=1)
     ax.annotate("equal time", (min(gains), 1), xytext=(0, 3), textcoords="offset points", fontsize=8)
     ax.set(xlabel="target: letters read right, %", ylabel="time, full size / growing")
-    ax.set_ylim(min(0.8, *(g.low for g in gains.values())), max(1.2, *(g.high for g in gains.values())))
+    ax.set_ylim(
+        min(0.8, *(g.low for g in gains.values())), 1.02 * max(1.2, *(g.high for g in gains.values()))
+    )
     ax.legend(fontsize=9)
     return fig
 
