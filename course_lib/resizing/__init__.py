@@ -1,7 +1,6 @@
 """What lesson resizing keeps out of its cells: letters drawn on the device, files, an explorer's numbers.
 
-Images of letters are float32 [N, 1, side, side] around 0, dark on light. A letter's height is 0.3 to 0.6 of
-the side.
+Images of letters are float32 [N, 1, side, side] around 0, dark on light.
 """
 
 import functools
@@ -48,11 +47,15 @@ class Letters:
 
     Each pass gives `n` batches (images, labels) of `size`, and always other letters. The same `seed` gives
     the same letters. `held_out` takes the four typefaces that are kept for validation. With `shown` the
-    images are drawn at `side` and shrunk to `shown` pixels, averaging.
+    images are drawn at `side` and shrunk to `shown` pixels, averaging. `em` is the range of the font's size
+    in parts of the side; `noise` is the noise's standard deviation, where white paper is 1.
     """
 
-    def __init__(self, letters, side, size, n=1, seed=0, held_out=False, shown=None):
+    def __init__(
+        self, letters, side, size, n=1, seed=0, held_out=False, shown=None, em=(0.3, 0.6), noise=0.1
+    ):
         self.side, self.size, self.n, self.shown = side, size, n, shown or side
+        self.em, self.noise = em, noise
         self.glyphs, self.classes = glyphs(letters, held_out, side, machine.device()), len(letters)
         self.random = torch.Generator(machine.device()).manual_seed(seed)
 
@@ -74,7 +77,7 @@ class Letters:
         "Images [size, 1, shown, shown] and labels [size]."
         where, wide = self.glyphs.device, (self.size, 1, self.side, self.side)
         which = torch.randint(len(self.glyphs), (self.size,), device=where, generator=self.random)
-        angle, em = self._uniform(-math.pi / 12, math.pi / 12), self._uniform(0.3, 0.6)
+        angle, em = self._uniform(-math.pi / 12, math.pi / 12), self._uniform(*self.em)
         shift = self._uniform(-1, 1, 2) * (1 - 1.3 * em)[:, None]
         # From a pixel of the image to a place on the letter's square: shift back, turn back, scale back.
         turn = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], 1).view(-1, 2, 2)
@@ -84,7 +87,7 @@ class Letters:
         ink = F.grid_sample(self.glyphs[which], grid, align_corners=False)
         paper = F.interpolate(self._uniform(0.6, 1, 1, 4, 4), self.side, mode="bilinear", align_corners=True)
         noise = torch.randn(wide, device=where, generator=self.random)
-        x = paper.lerp(self._uniform(0, 0.3, 1, 1, 1).expand(wide), ink).add_(noise, alpha=0.1)
+        x = paper.lerp(self._uniform(0, 0.3, 1, 1, 1).expand(wide), ink).add_(noise, alpha=self.noise)
         x = x.sub_(0.6).mul_(4)
         return x if self.shown == self.side else shrunk(x, self.shown), which % self.classes
 
@@ -131,9 +134,11 @@ class Gain(NamedTuple):
     median: float
     low: float
     high: float
+    seeds: int
 
     def __str__(self):
-        return f"{self.median:.2f} times ({self.low:.2f} to {self.high:.2f})"
+        spread = f"{self.seeds} seeds, {self.low:.2f} to {self.high:.2f}" if self.seeds > 1 else "one seed"
+        return f"{self.median:.2f} times ({spread})"
 
 
 def gain(full, growing):
@@ -146,7 +151,7 @@ def gain(full, growing):
     if any(missed.values()):
         return "not reached: " + ", ".join(f"{name} {m} of {len(full)}" for name, m in missed.items() if m)
     ratios = [full[seed] / growing[seed] for seed in full]
-    return Gain(statistics.median(ratios), min(ratios), max(ratios))
+    return Gain(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
 
 def said(prediction, measured, unit):
@@ -155,26 +160,36 @@ def said(prediction, measured, unit):
     return f"{words}; you said {prediction:,.6g}" if isinstance(prediction, int | float) else words
 
 
-def explore(small=64, small_share=0.5, loader=0.0, full=128):
+def spread(values, form=".1f"):
+    "The median of some seeds and their range in words, or the one value."
+    low, *_, high = sorted(values * 2)
+    middle = f"{statistics.median(values):{form}}"
+    return f"{middle} ({low:{form}} to {high:{form}})" if len(values) > 1 else middle
+
+
+def share_right(net, x, y):
+    "% of the letters `x` [N, 1, side, side] that the network reads right, by their labels `y`."
+    net.eval()
+    with torch.no_grad():
+        found = torch.cat([net(part).argmax(1) for part in x.split(500)])
+    return 100 * (found == y).float().mean().item()
+
+
+def explore(small=64, small_share=0.5, loader=0.5, full=128):
     """The explorer's numbers: what the epochs of a run cost, with time taken as side².
 
     `small_share` of the epochs are at `small`, the others at `full`. Costs are in epochs at full size;
-    `loader` is what the loader needs for an epoch. `gains` are over `paces` of the loader.
+    `loader` is what the loader needs for an epoch. `gains` are over `loaders`, such costs of the loader.
     """
 
-    def costs(pace):
-        return [max((side / full) ** 2, pace) for side in (small, full)]
+    def costs(loader):
+        return [max((side / full) ** 2, loader) for side in (small, full)]
 
-    def gain(pace):
-        low, high = costs(pace)
+    def gain(loader):
+        low, high = costs(loader)
         return high / (small_share * low + (1 - small_share) * high)
 
-    paces = [k / 50 for k in range(61)]
-    numbers = {"gain": gain(loader), "gains": [gain(pace) for pace in paces], "paces": paces}
-    return numbers | {
-        "small": small,
-        "full": full,
-        "share": small_share,
-        "loader": loader,
-        "costs": costs(loader),
-    }
+    loaders = [k / 50 for k in range(61)]
+    numbers = {"gain": gain(loader), "gains": [gain(t) for t in loaders], "loaders": loaders}
+    settings = {"small": small, "full": full, "share": small_share, "loader": loader}
+    return numbers | settings | {"costs": costs(loader)}

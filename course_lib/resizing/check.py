@@ -28,7 +28,15 @@ def _unchanged(net, before):
     tensors, flags = _state(net)
     changed = [k for k, v in before[0].items() if not torch.equal(v, tensors[k])]
     require(not changed, f"{changed[:2]} of the network that was given changed; it must stay as it is")
-    require(flags == before[1], "the mode or a momentum of the network that was given changed")
+    for what, old, now in zip(("mode", "momenta"), before[1], flags, strict=True):
+        require(old == now, f"the {what} of the network that was given changed; work on a copy")
+
+
+class _Training(nn.Module):
+    "Doubles its input in training mode: like dropout, it shows the mode, but without chance."
+
+    def forward(self, x):
+        return x * (1 + self.training)
 
 
 @core.exercise("resizing.1", "statistics of five networks right, weights and the originals as before")
@@ -38,7 +46,7 @@ def recalibrate(answer):
         deeper = nn.Sequential(nn.Conv2d(a, b, 3, 2), nn.BatchNorm2d(b))
         head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(b, 4)
         first = nn.Conv2d(channels, a, 3), nn.BatchNorm2d(a, momentum=0.3), nn.ReLU()
-        net = nn.Sequential(*first, deeper, *head)
+        net = nn.Sequential(*first, _Training(), deeper, *head)
         for _ in range(3):  # it has been trained, on other images
             net(3 * torch.randn(4, channels, 12, 12) - 2)
         net.train(case % 2 == 0)
@@ -57,8 +65,9 @@ def recalibrate(answer):
         for (name, p), q in zip(net.named_parameters(), got.parameters(), strict=True):
             require(torch.equal(p, q), f"{what}: the weight {name} changed; only statistics may")
         for k, (norm, (mean, var)) in enumerate(zip(_norms(got), want, strict=True), 1):
-            core.close(norm.running_mean, mean, f"{what}: running_mean of batch norm {k}")
-            core.close(norm.running_var, var, f"{what}: running_var of batch norm {k}", rtol=1e-3)
+            how = f"of batch norm {k} (plain means since a reset, all layers in training mode)"
+            core.close(norm.running_mean, mean, f"{what}: running_mean {how}")
+            core.close(norm.running_var, var, f"{what}: running_var {how}", rtol=1e-3)
         core.equal([m.momentum for m in _norms(got)], [0.3, 0.1], f"{what}: momenta, as in the original")
         require(not any(m.training for m in got.modules()), f"{what} is in training mode; call .eval()")
 
@@ -66,13 +75,13 @@ def recalibrate(answer):
 def _statistics(net, batches):
     "The mean of the batches' own statistics for each batch norm, layer by layer, in float64."
     found = [[], []]
-    conv1, norm1, conv2, norm2 = (copy.deepcopy(m).double() for m in (net[0], net[1], *net[3]))
+    conv1, norm1, conv2, norm2 = (copy.deepcopy(m).double() for m in (net[0], net[1], *net[4]))
     for x in batches:
         with torch.no_grad():
             for k, (conv, norm) in enumerate(((conv1, norm1), (conv2, norm2))):
                 x = conv(x.double())
                 found[k].append((x.mean((0, 2, 3)), x.var((0, 2, 3))))
-                x = F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps).relu()
+                x = F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps).relu() * 2
     return [[torch.stack(values).mean(0) for values in zip(*layer, strict=True)] for layer in found]
 
 
@@ -83,7 +92,10 @@ def size_free(answer):
         height, width = core.ragged(11, 24, 2)
         dtype = torch.float64 if case == 3 else torch.float32
         first = nn.Conv2d(channels, a, 3, 2, padding=1), nn.BatchNorm2d(a), nn.ReLU()
-        body = nn.Sequential(*first, nn.Conv2d(a, b, 3, padding=case % 2), nn.ReLU()).to(dtype)
+        last = nn.Conv2d(a, b, 3, padding=case % 2), nn.ReLU()
+        if case == 2:  # the last map has other channels than the last convolution
+            last = nn.Conv2d(a, 4 * b, 3), nn.PixelShuffle(2)
+        body = nn.Sequential(*first, *last).to(dtype)
         body(torch.randn(3, channels, height, width, dtype=dtype))
         x = torch.randn(1 + case % 3, channels, height, width, dtype=dtype)
         net = nn.Sequential(*body, nn.Flatten(), nn.Linear(body(x)[0].numel(), classes, dtype=dtype))
@@ -104,7 +116,9 @@ def size_free(answer):
             y = torch.randn(2, channels, *size, dtype=dtype)
             with torch.no_grad():
                 want = F.linear(body(y).flatten(2).mean(2), weights[0], got[-1].bias)
-                core.close(core.call(got, y), want, f"{what}, given {size[0]} × {size[1]}")
+                core.close(
+                    core.call(got, y), want, f"{what}, given {size[0]} × {size[1]}, from the map's means"
+                )
 
 
 @core.exercise(
@@ -159,9 +173,11 @@ class _Seen(nn.Module):
         self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *head)
         self.seen = []
 
-    def forward(self, x):
-        self.seen.append((self.training, x.detach().clone()))
-        return self.net(x)
+    def forward(self, *inputs):
+        one = "the network was called with {} inputs: self.learn.xb must be a tuple of one tensor, (images,)"
+        require(len(inputs) == 1, one.format(len(inputs)))
+        self.seen.append((self.training, inputs[0].detach().clone()))
+        return self.net(inputs[0])
 
     def sides(self):
         return [x.shape[-1] for _, x in self.seen]
@@ -190,15 +206,27 @@ def _squeezed(x, side):
 
 
 def _by_hand(net, passes, schedule, rate):
-    "The losses of all steps; the rate falls by a fifth after each."
-    losses, sides = [], [side for side in schedule for _ in passes[0]]
-    for side, (x, y) in zip(sides, itertools.chain(*passes), strict=False):
-        losses.append(F.cross_entropy(net(_squeezed(x, side)), y))
-        for p, grad in zip(
-            net.parameters(), torch.autograd.grad(losses[-1], [*net.parameters()]), strict=True
-        ):
-            p.data -= rate * 0.8 ** (len(losses) - 1) * grad
-    return losses
+    "For each step: loss, learning rate, gradients. The rate falls by a fifth after each."
+    steps, sides = [], [side for side in schedule for _ in passes[0]]
+    for k, (side, (x, y)) in enumerate(zip(sides, itertools.chain(*passes), strict=False)):
+        loss = F.cross_entropy(net(_squeezed(x, side)), y)
+        grads = torch.autograd.grad(loss, [*net.parameters()])
+        steps.append((loss, rate * 0.8**k, torch.cat([g.flatten() for g in grads])))
+        for p, grad in zip(net.parameters(), grads, strict=True):
+            p.data -= rate * 0.8**k * grad
+    return steps
+
+
+def _watched(opt, net):
+    "A list that gets what each later opt.step() used: learning rate and gradients."
+
+    def note(opt, args, kwargs):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()]
+        found.append((opt.param_groups[0]["lr"], torch.cat([g.flatten() for g in grads])))
+
+    found = []
+    opt.register_step_post_hook(note)  # a closure computes the gradients inside the step
+    return found
 
 
 @core.exercise(
@@ -212,6 +240,7 @@ def train(answer):
         cycle = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)
         for p in net.parameters():  # what an earlier backward pass left
             p.grad = torch.ones_like(p)
+        used = _watched(opt, net)
         want = _by_hand(twin, loader.passes, schedule, rate)
         got = core.call(answer, net, opt, cycle, loader, list(schedule), mutates=(0, 1, 2, 3))
         what = f"schedule {schedule}, 3 batches an epoch"
@@ -222,8 +251,13 @@ def train(answer):
         core.equal(n, len(want), f"{what}: length of the list of losses")
         bare = all(isinstance(v, torch.Tensor) and not v.requires_grad for v in got)
         require(bare, f"{what}: expected losses that are tensors without a graph; use loss.detach()")
-        for k, (a, b) in enumerate(zip(got, want, strict=True), 1):
-            core.close(a, b.item(), f"{what}: loss of step {k}", rtol=3e-4)
+        core.equal(len(used), len(want), f"{what}: calls of opt.step()")
+        for k, (a, (lr, grads), (loss, rate_now, ours)) in enumerate(zip(got, used, want, strict=True), 1):
+            core.close(lr, rate_now, f"{what}: learning rate of step {k} (cycle.step() follows opt.step())")
+            alone = (grads - ours).norm() < 0.5 * ours.norm()  # the losses are compared closely
+            zero = "are not those of its loss alone; call opt.zero_grad() before loss.backward()"
+            require(alone, f"{what}: the gradients of step {k} {zero}")
+            core.close(a, loss.item(), f"{what}: loss of step {k}", rtol=3e-4)
         for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
             core.close(p, q, f"{what}: {name} after training", rtol=1e-2, atol=1e-4)
 
@@ -249,6 +283,8 @@ def size_schedule(answer):
             try:
                 with learn.no_logging():
                     learn.fit(len(schedule), lr=0.01)
+            except core.Wrong:
+                raise
             except Exception as e:
                 if core._is_stub(e):  # fastai wraps what a callback raises
                     raise NotImplementedError from None
@@ -260,7 +296,7 @@ def size_schedule(answer):
             epoch, batch = divmod(k, 5)  # 3 batches of training, 2 of validation
             side = schedule[epoch % len(schedule)] if training else 34
             where = f"{what}: {'training' if training else 'validation'} in epoch {epoch % len(schedule)}"
-            core.equal(found.shape[-1], side, f"{where}, width of the images", "pixels")
+            core.equal(found.shape[-1], side, f"{where}, width of the images in self.learn.xb", "pixels")
             if training:
                 want = _squeezed(images[3 * epoch + batch], side)
                 core.close(found, want, f"{where}, images of batch {batch}", atol=1e-3)
@@ -274,15 +310,23 @@ def schedule_for(answer):
         sides = sorted(random.sample(range(32, 300, 4), random.randint(1, 4)))
         plan = [(side, random.randint(1, 5)) for side in sides]
         fixed = random.randint(1, 10**6)  # what does not shrink with the pixels
-        cost = {side: 100 * side**2 + fixed for side in [*sides, 8]}
-        want = _spread(plan, n := random.randint(0, 30) if case else 0)
+        few = sorted(core.ragged(1, 9, len(sides)))  # small costs first: a message can be checked by hand
+        cost = dict(zip(sides, few, strict=True)) if case < 15 else {s: 100 * s**2 + fixed for s in sides}
+        cost |= {8: min(cost.values()) + 1}  # a side that the plan doesn't have
+        n = random.randint(0, 7 if case < 15 else 30) if case else 0
+        if case == 39:  # 55 * (3 / 11) is less than 15 in floating point
+            plan, n = [(20, 3), (28, 8)], 55
+            cost |= {20: 3, 28: 7}
+        want = _spread(plan, n)
         price, longer = (sum(map(cost.get, found)) for found in (want, _spread(plan, n + 1)))
-        budget = price if case % 2 else random.randrange(max(1, longer // 2) if n == 0 else price, longer)
+        budget = price if case % 2 else random.randrange(price or longer // 2, longer)
         got = core.call(answer, budget, dict(cost), list(plan))
         require(isinstance(got, list), f"expected a list of sides, got {core.kind(got)}")
-        what = f"schedule_for({budget:,}, …, {plan}) with cost { ({s: cost[s] for s in sides}) }"
-        core.equal(len(got), n, what, "epochs")
-        core.equal(got, want, what if n < 9 else f"the plan {plan} over {n} epochs")
+        what = f"schedule_for({budget}, {cost}, {plan})"
+        core.equal(
+            got if len(got) < 12 else f"{len(got)} epochs", want if len(got) < 12 else f"{n} epochs", what
+        )
+        core.equal(got, want, what)
 
 
 def _spread(plan, n):

@@ -38,9 +38,8 @@ def draw_reading(curves, trained, chance):
         ax.plot(list(curve), list(curve.values()), "os^D"[k] + "-", label=label)
     ax.axvline(trained, color=GREY, linestyle=":", linewidth=1)
     ax.axhline(chance, color=GREY, linestyle=":", linewidth=1)
-    ax.annotate(
-        "trained at this side", (trained, 101), xytext=(4, -8), textcoords="offset points", fontsize=8
-    )
+    ax.annotate("trained at this side", (trained, 50), xytext=(-3, 0), textcoords="offset points",
+                fontsize=8, rotation=90, ha="right", va="center")  # fmt: skip
     ax.annotate("guessing", (min(curve), chance), xytext=(0, 3), textcoords="offset points", fontsize=8)
     sides = list(curve)
     ax.set_xticks(sides, sides)
@@ -82,32 +81,41 @@ def draw_cost(flops, seconds):
 
 
 def draw_race(runs):
-    "Accuracy against seconds: {arm: {seed: [(seconds, %)]}}. Thin lines are seeds, a thick one their median."
+    """Accuracy against seconds: {arm: {seed: [(seconds, %)]}}.
+
+    Thin lines are seeds; a thick one is their median, at the lengths that all seeds have.
+    """
     fig, ax = axes(figsize=(6.4, 4))
     for k, (arm, by_seed) in enumerate(runs.items()):
         for points in by_seed.values():
             ax.plot(*zip(*points, strict=True), "os^"[k], linestyle="-", color=COLOURS[k], alpha=0.35,
                     linewidth=0.8, markersize=4)  # fmt: skip
         middle = [[statistics.median(v) for v in zip(*same, strict=True)]
-                  for same in zip(*by_seed.values(), strict=True)]  # fmt: skip
+                  for same in zip(*by_seed.values(), strict=False)]  # fmt: skip
         ax.plot(*zip(*middle, strict=True), color=COLOURS[k], linewidth=2.2, marker="os^"[k], label=arm)
     ax.set(xlabel="seconds of training", ylabel="read right, %", xlim=(0, None))
-    n = len(by_seed)
-    ax.set_title(f"Each point is one whole run; {n} seed{'s' * (n > 1)}, median thick")
+    seeds = f"{len(by_seed)} seeds, median thick" if len(by_seed) > 1 else "one seed"
+    ax.set_title(f"Each point is one whole run; {seeds}")
     ax.legend(loc="lower right")
     return fig
 
 
 def draw_gains(gains):
-    "Time of full size over growing by target, {target %: Gain}: the median and the range of the seeds."
+    "Time of full size over growing by target, {target %: Gain}: median and range, for each number of seeds."
     fig, ax = axes()
-    targets = list(gains)
-    low, high = [[getattr(g, end) for g in gains.values()] for end in ("low", "high")]
-    ax.fill_between(targets, low, high, color=COLOURS[0], alpha=0.2, linewidth=0, label="all seeds")
-    ax.plot(targets, [g.median for g in gains.values()], "o-", color=COLOURS[0], markersize=3, label="median")
+    for k, n in enumerate(sorted({g.seeds for g in gains.values()}, reverse=True)):
+        some = {target: g for target, g in gains.items() if g.seeds == n}
+        label = f"{n} seeds: median and range" if n > 1 else "one seed"
+        low, high = [[getattr(g, end) for g in some.values()] for end in ("low", "high")]
+        ax.fill_between(list(some), low, high, color=COLOURS[k], alpha=0.2, linewidth=0)
+        ax.plot(list(some), [g.median for g in some.values()], "os"[k] + "-", color=COLOURS[k], markersize=3,
+                label=label)  # fmt: skip
     ax.axhline(1, color=GREY, linestyle=":", linewidth=1)
-    ax.annotate("equal time", (targets[0], 1), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    ax.annotate("equal time", (min(gains), 1), xytext=(0, 3), textcoords="offset points", fontsize=8)
     ax.set(xlabel="target: letters read right, %", ylabel="time, full size / growing")
+    ax.set_ylim(
+        min(0.8, *(g.low for g in gains.values())), 1.02 * max(1.2, *(g.high for g in gains.values()))
+    )
     ax.legend(fontsize=9)
     return fig
 
@@ -127,17 +135,18 @@ def draw_loading(rows):
 
 
 def view_costs(found):
-    "The explorer's figure, from `resizing.explore`: the epochs' costs, and the gain by the loader's pace."
+    "The explorer's figure, from `resizing.explore`: the epochs' costs, and the gain by the loader's time."
     fig, (left, right) = axes(1, 2, figsize=(8, 3.4))
     small, full, share = found["small"], found["full"], found["share"]
     left.bar([f"{small} px\n{share:.0%} of the epochs", f"{full} px\n{1 - share:.0%}"], found["costs"],
              color=COLOURS[:2])  # fmt: skip
-    left.axhline(found["loader"], color=GREY, linestyle=":", label="the loader's pace")
+    left.axhline(found["loader"], color=GREY, linestyle=":", label="the loader")
     left.set(ylabel="cost of an epoch, full-size epochs", ylim=(0, 1.3))
     left.grid(axis="x", visible=False)
     left.legend(fontsize=8, loc="upper left")
-    right.plot(found["paces"], found["gains"], color=COLOURS[0])
+    right.plot(found["loaders"], found["gains"], color=COLOURS[0])
     right.plot(found["loader"], found["gain"], "o", color=COLOURS[1])
-    right.set(xlabel="the loader's pace, full-size epochs", ylabel="gain", ylim=(0.9, None))
+    right.set(xlabel="the loader's time for an epoch, full-size epochs",
+              ylabel="time, all epochs full / this run", ylim=(0.9, None))  # fmt: skip
     right.set_title(f"{found['gain']:.2f} times less time")
     return fig

@@ -46,14 +46,16 @@ def by_hooks(net, batches):
     return renewed.eval()
 
 
-def _renewed(net, batches, momentum=None, reset=True, norms=slice(None), keep=False):
+def _renewed(net, batches, momentum=None, reset=True, norms=slice(None), keep=False, only_norms=False):
     kept = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
     old = [m.momentum for m in kept]
     for m in kept[norms]:
         if reset:
             m.reset_running_stats()
         m.momentum = momentum
-    net.train()
+    net.train(not only_norms)
+    for m in kept:
+        m.train()
     with torch.no_grad():
         for x in batches:
             net(x)
@@ -82,6 +84,10 @@ def forgets_the_momentum(net, batches):
     return _renewed(copy.deepcopy(net), batches, keep=True)
 
 
+def only_norms_in_training(net, batches):
+    return _renewed(copy.deepcopy(net), batches, only_norms=True)
+
+
 def top_level_only(net, batches):
     return _renewed(copy.deepcopy(net), batches, norms=slice(1))
 
@@ -90,9 +96,17 @@ def top_level_only(net, batches):
 
 
 def channels_from_the_last_convolution(net, x):
-    "Right where the last layer with channels is a convolution."
     channels = [m for m in net[:-2].modules() if isinstance(m, nn.Conv2d)][-1].out_channels
     head = nn.Linear(channels, net[-1].out_features).to(net[-1].weight.dtype)
+    return nn.Sequential(*net[:-2], nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(1), head)
+
+
+def by_a_hook(net, x):
+    "Right: what enters the flatten of a copy."
+    twin, seen = copy.deepcopy(net).eval(), []
+    twin[-2].register_forward_pre_hook(lambda m, args: seen.append(args[0].size(1)))
+    twin(x)
+    head = nn.Linear(seen[0], net[-1].out_features).to(net[-1].weight.dtype)
     return nn.Sequential(*net[:-2], nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(1), head)
 
 
@@ -216,6 +230,24 @@ def indices_of_steps(net, opt, cycle, batches, schedule):
             cycle.step()
             found += [loss.detach().clone()]
     return found
+
+
+def by_closure(net, opt, cycle, batches, schedule):
+    "Right: the step computes loss and gradients itself."
+    net.train()
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    losses = []
+    for side in schedule:
+        for x, y in batches:
+            losses.append(opt.step(lambda x=solutions.resize(x, side), y=y: step(x, y)).detach())
+            cycle.step()
+    return losses
 
 
 def cleared_after_each_step(net, opt, cycle, batches, schedule):
@@ -419,18 +451,18 @@ def one_too_many(budget, cost, plan):
 
 RIGHT = {
     "resizing.1": [pytorchs_own, by_hooks],
-    "resizing.2": [channels_from_the_last_convolution, layer_by_layer],
+    "resizing.2": [by_a_hook, layer_by_layer],
     "resizing.3": [by_two_matrices, torchvisions],
-    "resizing.4": [indices_of_steps, cleared_after_each_step],
+    "resizing.4": [indices_of_steps, cleared_after_each_step, by_closure],
     "resizing.5": [ReadsTheLearner, AtTheEpoch],
     "resizing.6": [by_fractions, by_doubling],
 }
 
 MUTANTS = {
     "resizing.1": [the_last_batch, running_average, on_top_of_the_old, in_place, forgets_the_momentum,
-                   top_level_only],
+                   top_level_only, only_norms_in_training],
     "resizing.2": [keeps_the_old_layer, takes_the_largest, square_images, changes_the_statistics,
-                   forty_classes, float32_always],
+                   forty_classes, float32_always, channels_from_the_last_convolution],
     "resizing.3": [bilinear_without_antialias, cuts_the_middle_out, float32_for_every_float,
                    float64_through_float32, cuts_the_fraction_off, image_by_image],
     "resizing.4": [rate_by_epoch, gradients_add_up, in_evaluation_mode, an_epoch_late, sides_sorted,

@@ -40,6 +40,16 @@ def test_the_same_seed_gives_the_same_letters_at_every_size():
     assert torch.allclose(solutions.resize(x, 32), small, atol=1e-5)
 
 
+def test_letters_of_another_height_and_noise():
+    clean, rough, small = (
+        resizing.Letters("o", 64, 50, seed=2, em=em, noise=noise).batch()[0]
+        for em, noise in (((0.3, 0.6), 0.0), ((0.3, 0.6), 0.3), ((0.15, 0.35), 0.0))
+    )
+    assert (rough - clean).std().item() == pytest.approx(4 * 0.3, rel=0.03)
+    dark = [(x < 0).float().mean() for x in (clean, small)]  # 0 is grey: ink is darker, paper lighter
+    assert dark[1] < 0.6 * dark[0]
+
+
 def test_noise_falls_as_images_shrink():
     "What the statistics of batch norm then show."
     drawn = resizing.Letters("i", 64, 40, seed=1)
@@ -71,22 +81,32 @@ def test_a_wrapped_network_gives_what_the_network_gives():
 
 def test_gain_pairs_by_seed_and_says_who_did_not_arrive():
     gain = resizing.gain({1: 3.0, 2: 4.0, 3: 9.0}, {3: 3.0, 1: 2.0, 2: 2.0})
-    assert gain == (2.0, 1.5, 3.0) and str(gain) == "2.00 times (1.50 to 3.00)"
+    assert gain == (2.0, 1.5, 3.0, 3) and str(gain) == "2.00 times (3 seeds, 1.50 to 3.00)"
+    assert str(resizing.gain({1: 3.0}, {1: 2.0})) == "1.50 times (one seed)"
     assert resizing.gain({1: 3.0, 2: None}, {1: None, 2: None}) == (
         "not reached: full size 1 of 2, growing 2 of 2"
     )
 
 
 def test_explorer_answers_its_question():
-    at = {pace: resizing.explore(loader=pace)["gain"] for pace in (0.0, 0.25, 0.3, 0.9, 1.0, 1.2)}
+    at = {t: resizing.explore(loader=t)["gain"] for t in (0.0, 0.25, 0.3, 0.9, 1.0, 1.2)}
     assert at[0.0] == at[0.25] == pytest.approx(1.6) and at[0.3] < at[0.25] and at[0.9] > 1
     assert at[1.0] == at[1.2] == 1
     assert resizing.explore(small=128)["gain"] == 1
+    found = resizing.explore(loader=0.4)
+    assert found["gains"][found["loaders"].index(0.4)] == found["gain"]
 
 
 def test_said():
     assert resizing.said(None, 33.64, "%") == "33.6 %"
     assert resizing.said(50, 33.64, "%") == "33.6 %; you said 50"
+    assert resizing.spread([3.0, 1.0, 2.5]) == "2.5 (1.0 to 3.0)" and resizing.spread([1.0], "+.1f") == "+1.0"
+
+
+def test_share_right():
+    x = torch.eye(10).repeat(60, 1)
+    assert resizing.share_right(nn.Identity(), x, torch.arange(600) % 10) == 100
+    assert resizing.share_right(nn.Identity(), x, torch.zeros(600)) == pytest.approx(10)
 
 
 def test_a_stub_of_the_callback_is_not_solved():
@@ -116,7 +136,10 @@ def test_figures_draw_what_they_are_given(monkeypatch):
     }
     ax = figures.draw_race(runs).axes[0]
     assert len(ax.lines) == 8 and list(ax.lines[3].get_xdata()) == [2.0, 2.0]
-    figures.draw_gains({80: resizing.Gain(1.4, 1.2, 1.6), 81: resizing.Gain(1.0, 0.9, 1.1)})
+    runs["growing"][0].append((4.0, 95.0))  # one seed has a longer run
+    assert list(figures.draw_race(runs).axes[0].lines[7].get_xdata()) == [2.0, 2.0]
+    gains = {80: resizing.Gain(1.4, 1.2, 1.6, 5), 81: resizing.Gain(1.0, 0.9, 1.1, 2)}
+    assert len(figures.draw_gains(gains).axes[0].lines) == 3, "five seeds, two seeds, equal time"
     figures.draw_loading({"on the device": (0.01, 0.03), "files": (0.05, 0.05)})
     drawn = []
     monkeypatch.setattr(show, "figure", drawn.append)
