@@ -1,0 +1,201 @@
+"Checks of recompute. Oracles: the plain step in float64, counted calls and bytes, every subset."
+
+import itertools
+import random
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from course_lib import checking as core
+from course_lib import meter, recompute
+from course_lib.checking import yours  # noqa: F401
+
+
+class _Counted(nn.Module):
+    "Layers that count how often they are called."
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.inner, self.calls = nn.Sequential(*layers).double(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x)
+
+
+def _step(run, leaves):
+    "(result, gradients, bytes alive after the forward pass) of `run()`, from one random state."
+    torch.manual_seed(77)
+    with meter.Memory() as memory:
+        y = run()
+        held = memory.now
+    core.require(isinstance(y, torch.Tensor), f"expected a tensor, got {core.kind(y)}")
+    core.require(y.requires_grad, "the result has no gradient: it must depend on x and on the weights")
+    grad = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(5))
+    return y, torch.autograd.grad(y, leaves, grad, allow_unused=True), held
+
+
+@core.exercise("recompute.1", "results, gradients, calls and memory right for ten stacks, dropout included")
+def run_segments(answer):
+    core.need_callable(answer)
+    for case in range(10):
+        n, (width, rows) = random.randrange(4, 9), core.ragged(3, 14, 2)
+        segment = (0, 1, 2, 3, n - 1, n, n + 2)[case % 7]
+        blocks = [_Counted(nn.Linear(width, width), nn.Dropout(0.4), nn.Tanh()) for _ in range(n)]
+        x = torch.randn(rows, width, dtype=torch.float64, requires_grad=case % 3 > 0)
+        leaves = [p for b in blocks for p in b.parameters()] + [x] * x.requires_grad
+        want, grads, _ = _step(lambda x=x, b=blocks: nn.Sequential(*b)(x), leaves)
+        for b in blocks:
+            b.calls = 0
+        what = f"{n} blocks, segment={segment}" + ", x without a gradient" * (not x.requires_grad)
+        given = blocks, x, segment
+        y, got, held = _step(lambda given=given: core.call(answer, *given, mutates=(0, 1)), leaves)
+        core.close(y, want, f"{what}: the result", 1e-9, 1e-12)
+        calls, times = [b.calls for b in blocks], 2 if segment else 1
+        core.require(
+            set(calls) == {times}, f"{what}: in a step each block should run {times} times, they ran {calls}"
+        )
+        for g, w in zip(got, grads, strict=True):
+            core.require(g is not None, f"{what}: a gradient is missing (is use_reentrant=False set?)")
+            core.close(g, w, f"{what}: a gradient (the second run must be like the first)", 1e-9, 1e-12)
+        if segment:
+            alive = f"{what}: bytes alive after the forward pass (the result of each segment, nothing else)"
+            core.equal(held, -(-n // segment) * want.nbytes, alive, "bytes")
+
+
+@core.exercise(
+    "recompute.2", "gradients, calls and memory right for nine pairs, frozen and unused weights too"
+)
+def again(answer):
+    core.need_callable(answer, "a subclass of torch.autograd.Function")
+    if not hasattr(answer, "apply"):
+        got = core.kind(answer if isinstance(answer, type) else core.call(answer, None, torch.ones(2)))
+        raise core.Wrong(f"expected a subclass of torch.autograd.Function, got {got}")
+    for case in range(9):
+        width, wide, rows = core.ragged(3, 14, 3)
+        fns = [_Counted(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width)) for _ in range(2)]
+        for fn in fns:
+            fn.inner[0].bias.requires_grad_(case % 3 != 1)
+        spare = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        x = torch.randn(rows, width, dtype=torch.float64, requires_grad=case % 3 > 0)
+        given = [[*fn.parameters(), *[spare] * (case % 2)] for fn in fns]
+        leaves = list({p: 0 for p in [x, *given[0], *given[1]] if p.requires_grad})
+        want, grads, _ = _step(lambda x=x, f=fns: f[1](f[0](x).sin()), leaves)
+        for fn in fns:
+            fn.calls = 0
+
+        def both(x=x, fns=fns, given=given):
+            for fn, p in zip(fns, given, strict=True):
+                x = core.call(answer.apply, fn, x, *p, mutates=range(2 + len(p)))
+                x = x.sin() if fn is fns[0] else x
+            return x
+
+        y, got, held = _step(both, leaves)
+        what = f"two functions of {width} numbers, {wide} inside"
+        core.close(y, want, f"{what}: the result", 1e-9, 1e-12)
+        calls = [fn.calls for fn in fns]
+        core.require(
+            calls == [2, 2], f"{what}: fn should run once forward and once backward; they ran {calls} times"
+        )
+        alive = f"{what}: bytes alive after the forward pass (results and inputs, no value from inside fn)"
+        core.equal(held, 3 * want.nbytes, alive, "bytes")
+        for leaf, g, w in zip(leaves, got, grads, strict=True):
+            name = {id(x): "x", id(spare): "a parameter that fn doesn't use"}.get(
+                id(leaf), f"a {list(leaf.shape)}"
+            )
+            core.require(w is None or g is not None, f"{what}: the gradient of {name} is missing: return it")
+            core.require(w is not None or g is None or not g.any(), f"{what}: {name} should get no gradient")
+            if w is not None:
+                core.close(g, w, f"{what}: the gradient of {name}", 1e-9, 1e-12)
+        core.require(
+            all(p.grad is None for p in leaves), f"{what}: backward changed .grad; return the gradients"
+        )
+
+
+@core.exercise("recompute.3", "the first call's numbers again, the generator left alone, after errors too")
+def same_random(answer):
+    core.need_callable(answer)
+    for _ in range(6):
+        n, m, start, broken = *core.ragged(2, 9, 2), random.randrange(10**6), []
+
+        def noisy(x, n=n, broken=broken):
+            out = x + torch.rand(n) + torch.dropout(torch.ones(n), 0.5, True)
+            if broken:
+                raise ZeroDivisionError("planted by the check")
+            return out
+
+        torch.manual_seed(start)
+        want = [noisy(0.0), torch.randn(m), noisy(0.0), torch.rand(m), torch.rand(m)]
+        torch.manual_seed(start + 1)
+        first, second = core.call(answer, noisy), core.call(answer, noisy)
+        core.need_callable(first, "a function from same_random(fn)")
+        torch.manual_seed(start)
+        core.close(core.call(first, 0.0), want[0], "the first call, which draws as fn does", 0, 0)
+        core.close(torch.randn(m), want[1], "what the generator draws after the first call", 0, 0)
+        core.close(core.call(second, 0.0), want[2], "the first call of a second function", 0, 0)
+        for k, run in enumerate((first, second, first)):
+            wanted = 1 + want[2 * (run is second)]
+            core.close(core.call(run, 1.0), wanted, f"later call number {k + 1}, x larger by 1", 1e-6, 1e-6)
+        core.close(torch.rand(m), want[3], "what the generator draws after later calls", 0, 0)
+        broken.append(True)
+        try:
+            first(0.0)
+        except ZeroDivisionError:
+            broken.clear()
+        core.require(not broken, "an error of fn should come out of run")
+        core.close(torch.rand(m), want[4], "what the generator draws after a later call that raised", 0, 0)
+
+
+class _Products(nn.Module):
+    "Products by weights (mm, addmm) and of two tensors (bmm), in the order of `kinds`."
+
+    def __init__(self, width, kinds):
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(width, width, bias=random.random() < 0.5) for _ in kinds)
+        self.kinds = kinds
+
+    def forward(self, x):  # [batch, length, width]
+        for layer, kind in zip(self.maps, self.kinds, strict=True):
+            y = layer(x.flatten(0, 1)).view_as(x).tanh()
+            x = x + torch.bmm(torch.bmm(y, x.transpose(1, 2)).softmax(-1), x) if kind == "bmm" else y.sin()
+        return x
+
+
+def _two(net, x, context_fn=None):
+    "(FLOPs of a step of two blocks that are both `net`, bytes alive after its forward pass)."
+    more = {} if context_fn is None else {"context_fn": context_fn}
+    with FlopCounterMode(display=False) as counter:
+        with meter.Memory() as memory:
+            for _ in range(2):
+                x = checkpoint(net, x, use_reentrant=False, **more) if more else net(x)
+            held = memory.now
+        x.sum().backward()
+    return counter.get_total_flops(), held
+
+
+@core.exercise(
+    "recompute.4", "within budget at the fewest FLOPs in 24 blocks, over two steps and two blocks each"
+)
+def selective(answer):
+    core.need_callable(answer)
+    for case in range(24):
+        net = _Products(core.ragged(2, 12, 1)[0], random.choices(["bmm", "mm"], k=random.randrange(2, 4)))
+        x = torch.randn(*core.ragged(2, 12, 2), net.maps[0].in_features, requires_grad=True)
+        calls = recompute.calls_again(net, x)
+        sizes, numbers = [size for _, size, _ in calls], range(len(calls))
+        some = sum(random.sample(sizes, random.randrange(1, len(sizes) + 1)))
+        budget = (some, some - 1, sum(sizes), 0)[case % 4]
+        subsets = (k for n in range(len(calls) + 1) for k in itertools.combinations(numbers, n))
+        fits = [k for k in subsets if sum(sizes[i] for i in k) <= budget]
+        fewest = min(sum(calls[i][2] for i in numbers if i not in k) for k in fits)
+        context_fn = core.call(answer, calls, budget)
+        core.need_callable(context_fn, "a context_fn from selective(calls, budget)")
+        plain, _ = _two(net, x)
+        for step in (1, 2):
+            what = f"{len(calls)} calls of {sum(sizes):,} bytes, budget {budget:,}, step {step} of two blocks"
+            spent, held = _two(net, x, context_fn)
+            over = held - 2 * x.nbytes - 2 * budget
+            core.require(over <= 0, f"{what}: {over:,} bytes more are kept than the budgets of both blocks")
+            core.equal(spent - plain, 2 * fewest, f"{what}: FLOPs that are run again", "FLOPs")

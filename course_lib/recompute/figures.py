@@ -1,0 +1,87 @@
+"Figures of lesson recompute: memory over a step, segments, the frontier, the chain."
+
+from course_lib.recompute import WORDS, unbeaten
+from course_lib.show import COLOURS, axes
+
+
+def draw_memory(runs):
+    "Bytes alive after each operator: {label: meter.Memory}. The highest point is named."
+    fig, ax = axes()
+    top = max(memory.peak for memory in runs.values())
+    for (label, memory), colour in zip(runs.items(), COLOURS, strict=False):
+        sizes = [size / 1e6 for _, size in memory.line]
+        at = max(range(len(sizes)), key=sizes.__getitem__)
+        ax.plot(sizes, color=colour, label=label)
+        ax.axvline(memory.marks[0][0], color=colour, linestyle=":", linewidth=1)
+        ax.annotate(f"{sizes[at]:.1f} MB, in {memory.line[at][0].strip('_')}", (at, sizes[at]), xytext=(6, 3),
+                    textcoords="offset points", fontsize=8)  # fmt: skip
+    ax.set(xlabel="operators of the step, in order (dotted: the backward pass begins)",
+           ylabel="memory, MB", ylim=(0, 1.18 * top / 1e6))  # fmt: skip
+    ax.legend(fontsize=8, loc="upper right" if len(runs) > 1 else "lower center")
+    return fig
+
+
+def draw_segments(peaks, formula):
+    "The peak by the length of a segment: counted, {segment: bytes}, and by the formula, a list."
+    fig, ax = axes()
+    ax.plot(list(peaks), [p / 1e6 for p in peaks.values()], "o-", label="counted")
+    ax.plot(list(peaks), [p / 1e6 for p in formula], "--", label="(n / s) · input + s · values")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(peaks), list(peaks))
+    ax.minorticks_off()
+    ax.set(xlabel="blocks in a segment, s", ylabel="peak of the step, MB", ylim=(0, None))
+    ax.legend(fontsize=8)
+    return fig
+
+
+def view_segments(peaks):
+    "The explorer's figure: {segment: memory in units of a block's input}."
+    fig, ax = axes()
+    best = min(peaks, key=peaks.get)
+    ax.plot(list(peaks), list(peaks.values()), "o-", markersize=3)
+    ax.plot(best, peaks[best], "s", color=COLOURS[1], label=f"lowest: {peaks[best]:g}, segments of {best}")
+    ticks = [2**k for k in range(8) if 2**k <= max(peaks)]
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, ticks)
+    ax.set(xlabel="blocks in a segment", ylabel="highest memory, in block inputs", ylim=(0, None))
+    ax.legend(fontsize=8)
+    return fig
+
+
+def draw_frontier(points):
+    "Memory against time: {(mode, way): (bytes, seconds)}. Filled: no other way beats it in both."
+    fig, ax = axes(figsize=(6.8, 4.4))
+    best = unbeaten(points)
+    for mode, colour, marker in (("eager", COLOURS[1], "s"), ("compiled", COLOURS[0], "o")):
+        mine = {way: p for (m, way), p in points.items() if m == mode}
+        for k, (way, (size, seconds)) in enumerate(sorted(mine.items(), key=lambda w: w[1])):
+            filled = colour if (mode, way) in best else "none"
+            ax.plot(size / 1e6, 1e3 * seconds, marker, color=colour, markerfacecolor=filled, markersize=8)
+            words = WORDS[way].removeprefix("your ")
+            ax.annotate(words, (size / 1e6, 1e3 * seconds), xytext=(7, 5 if k % 2 else -11),
+                        textcoords="offset points", fontsize=8, color=colour)  # fmt: skip
+        if mine:
+            ax.plot([], [], marker, color=colour, label=mode)
+    line = [points[key] for key in best]
+    ax.step([s / 1e6 for s, _ in line], [1e3 * t for _, t in line], "--", where="post", color="#555555",
+            linewidth=1, label="frontier")  # fmt: skip
+    ax.set(xlabel="peak of memory, MB", ylabel="forward and backward, ms")
+    ax.margins(x=0.22, y=0.12)
+    ax.legend(fontsize=8, loc="upper right")
+    return fig
+
+
+def draw_chain(ms):
+    "Milliseconds of keeping and of computing again: {mode: (keep, again)}."
+    fig, ax = axes(figsize=(6.4, 2.6))
+    for k, pair in enumerate(ms.values()):
+        for j, (value, label) in enumerate(zip(pair, ("keep everything", "compute again"), strict=True)):
+            ax.barh(k + 0.36 * (j - 0.5), value, 0.34, color=COLOURS[j], label=None if k else label)
+            ax.annotate(f"{value:.3g}", (value, k + 0.36 * (j - 0.5)), xytext=(4, 0),
+                        textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    ax.set_yticks(range(len(ms)), list(ms))
+    ax.invert_yaxis()
+    ax.set(xlabel="forward and backward, ms")
+    ax.margins(x=0.15)
+    ax.legend(fontsize=8)
+    return fig
