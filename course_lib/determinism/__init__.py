@@ -1,7 +1,6 @@
 """What lesson determinism keeps out of its cells: addends, bitwise comparison, digits as sparse features.
 
-Sources: N. Higham, "The Accuracy of Floating Point Summation", 1993 (the yardstick of `errors`); F. Niu et
-al., "Hogwild!", 2011 (why a sparse problem).
+Source: F. Niu et al., "Hogwild!", 2011 (why a sparse problem).
 """
 
 import statistics
@@ -22,8 +21,9 @@ FEATURES = 49 * LEVELS**4
 def said(prediction, measured, unit=""):
     "One sentence that compares a prediction (None: none was written) with what came out."
     unit = f" {unit}" if unit else ""
-    guess = "you wrote no prediction" if prediction is None else f"you said {prediction:,}"
-    return f"{measured:,}{unit} ({guess})"
+    said, shown = (str(x) if isinstance(x, str | None) else f"{x:,}" for x in (prediction, measured))
+    guess = "you wrote no prediction" if prediction is None else f"you said {said}"
+    return f"{shown}{unit} ({guess})"
 
 
 def middle(values):
@@ -43,25 +43,6 @@ def draw(n, numbers="positive", order="as drawn", dtype="float32", lanes=16):
     if order != "as drawn":
         x = x.sort(0, descending=order == "descending").values
     return x.to(getattr(torch, dtype))
-
-
-def errors(methods, longest=12, numbers="positive", order="as drawn", dtype="float32"):
-    """Errors of several ways to sum 2, 4, …, 2**longest numbers, each for 16 draws.
-
-    `methods` is {name: function of [n, lanes] to [lanes]}. Returns {"n": [...], "errors": {name: tensor
-    [len(n), 16]}, "roundoff": u, "title": text}; an error is divided by the sum of magnitudes.
-    """
-    lengths = [2**k for k in range(1, longest + 1)]
-    x = draw(lengths[-1], numbers, order, dtype)
-    found = {name: [] for name in methods}
-    for n in lengths:
-        part = x[:n]
-        want, size = part.double().sum(0), part.double().abs().sum(0)
-        for name, method in methods.items():
-            found[name].append((method(part).double() - want).abs() / size)
-    title = f"addends: {numbers}, {order}, {dtype}"
-    stacked = {name: torch.stack(rows) for name, rows in found.items()}
-    return {"n": lengths, "errors": stacked, "roundoff": ROUNDOFF[dtype], "title": title}
 
 
 def answers(fn, times=10):
