@@ -7,6 +7,7 @@ import statistics
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import data
 
@@ -43,6 +44,19 @@ def draw(n, numbers="positive", order="as drawn", dtype="float32", lanes=16):
     if order != "as drawn":
         x = x.sort(0, descending=order == "descending").values
     return x.to(getattr(torch, dtype))
+
+
+class Operators(TorchDispatchMode):
+    "Calls `look(func, out)` after each operator that torch runs, with its output."
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.look(func, out)
+        return out
 
 
 def answers(fn, times=10):

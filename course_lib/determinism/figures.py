@@ -75,9 +75,10 @@ def draw_errors(data):
         e = e.clamp(min=floor)  # an exact sum has no place on a logarithmic axis
         (line,) = ax.plot(n, e.median(1).values, label=name)
         ax.fill_between(n, e.min(1).values, e.max(1).values, color=line.get_color(), alpha=0.15, lw=0)
-    ax.axhline(data["roundoff"], color=GREY, ls=":", lw=1)
-    ax.annotate("u, one rounding", (1, data["roundoff"]), (-4, 3), xycoords=("axes fraction", "data"),
-                textcoords="offset points", fontsize=8, ha="right")  # fmt: skip
+    bound = 2 * data["roundoff"]
+    ax.axhline(bound, color=GREY, ls=":", lw=1)
+    ax.annotate("2u", (1, bound), (-4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                fontsize=8, ha="right")  # fmt: skip
     ax.set(yscale="log", xlabel="numbers added", ylabel="error / sum of magnitudes", title=data["title"])
     ax.set_xscale("log", base=2)
     ax.legend(loc="upper left", fontsize=9)
@@ -167,7 +168,7 @@ def recorded_steps():
 
 
 def draw_steps(costs, where):
-    "{network: the price of its step in several rounds}: the median as a dot, from least to largest as a line."
+    "{network: the prices of its step in several rounds}: the median as a dot, the range as a line."
     fig, ax = show.axes(figsize=(6.4, 0.4 * len(costs) + 1.2))
     for y, rounds in enumerate(costs.values()):
         ax.plot([min(rounds), max(rounds)], [y, y], color=BLUE, lw=2)
