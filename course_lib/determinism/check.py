@@ -243,7 +243,11 @@ def worker(answer):
             F.cross_entropy(active.sum(0)[None], torch.tensor([labels[i]])).backward()
             want[features[i]] -= lr * active.grad
         core.close(
-            samples.weights, want, f"{where}: the weights, written in place by rows", rtol=1e-3, atol=1e-4
+            samples.weights,
+            want,
+            f"{where}: the weights at the end, each row written back",
+            rtol=1e-3,
+            atol=1e-4,
         )
         again = orders.setdefault(case, samples.reads) == samples.reads
         need(again, where, "a second call read in another order; seed a torch.Generator")

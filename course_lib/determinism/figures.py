@@ -4,6 +4,7 @@ import statistics
 import textwrap
 
 from course_lib import recorded, show
+from course_lib.determinism import ROUNDOFF
 
 BLUE, ORANGE, GREEN, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[2], show.COLOURS[6]
 
@@ -70,12 +71,12 @@ def draw_additions():
 def draw_errors(data):
     "The explorer of sums: for each method the median error of the draws, and the band from least to largest."
     fig, ax = show.axes()
-    n, floor = data["n"], data["roundoff"] / 100
+    n, roundoff = data["n"], ROUNDOFF[data["dtype"]]
     for name, e in data["errors"].items():
-        e = e.clamp(min=floor)  # an exact sum has no place on a logarithmic axis
+        e = e.clamp(min=roundoff / 100)  # an exact sum has no place on a logarithmic axis
         (line,) = ax.plot(n, e.median(1).values, label=name)
         ax.fill_between(n, e.min(1).values, e.max(1).values, color=line.get_color(), alpha=0.15, lw=0)
-    bound = 2 * data["roundoff"]
+    bound = 2 * roundoff
     ax.axhline(bound, color=GREY, ls=":", lw=1)
     ax.annotate("2u", (1, bound), (-4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
                 fontsize=8, ha="right")  # fmt: skip
