@@ -1,13 +1,13 @@
 """What lesson determinism keeps out of its cells: addends, bitwise comparison, digits as sparse features.
 
-Sources: N. Higham, "The Accuracy of Floating Point Summation", 1993 (the yardstick of `errors`); F. Niu et
-al., "Hogwild!", 2011 (why a sparse problem).
+Source: F. Niu et al., "Hogwild!", 2011 (why a sparse problem).
 """
 
 import statistics
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import data
 
@@ -22,8 +22,9 @@ FEATURES = 49 * LEVELS**4
 def said(prediction, measured, unit=""):
     "One sentence that compares a prediction (None: none was written) with what came out."
     unit = f" {unit}" if unit else ""
-    guess = "you wrote no prediction" if prediction is None else f"you said {prediction:,}"
-    return f"{measured:,}{unit} ({guess})"
+    said, shown = (str(x) if isinstance(x, str | None) else f"{x:,}" for x in (prediction, measured))
+    guess = "you wrote no prediction" if prediction is None else f"you said {said}"
+    return f"{shown}{unit} ({guess})"
 
 
 def middle(values):
@@ -45,23 +46,17 @@ def draw(n, numbers="positive", order="as drawn", dtype="float32", lanes=16):
     return x.to(getattr(torch, dtype))
 
 
-def errors(methods, longest=12, numbers="positive", order="as drawn", dtype="float32"):
-    """Errors of several ways to sum 2, 4, …, 2**longest numbers, each for 16 draws.
+class Operators(TorchDispatchMode):
+    "Calls `look(func, out)` after each operator that torch runs, with its output."
 
-    `methods` is {name: function of [n, lanes] to [lanes]}. Returns {"n": [...], "errors": {name: tensor
-    [len(n), 16]}, "roundoff": u, "title": text}; an error is divided by the sum of magnitudes.
-    """
-    lengths = [2**k for k in range(1, longest + 1)]
-    x = draw(lengths[-1], numbers, order, dtype)
-    found = {name: [] for name in methods}
-    for n in lengths:
-        part = x[:n]
-        want, size = part.double().sum(0), part.double().abs().sum(0)
-        for name, method in methods.items():
-            found[name].append((method(part).double() - want).abs() / size)
-    title = f"addends: {numbers}, {order}, {dtype}"
-    stacked = {name: torch.stack(rows) for name, rows in found.items()}
-    return {"n": lengths, "errors": stacked, "roundoff": ROUNDOFF[dtype], "title": title}
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.look(func, out)
+        return out
 
 
 def answers(fn, times=10):

@@ -1,38 +1,27 @@
-"Checks of determinism. Oracles: math.fsum, equal bits, settings before and after, autograd in float64."
+"Checks of determinism. Oracles: differences put in, equal bits, settings before and after, float64 autograd."
 
 import contextlib
 import itertools
-import math
 import random
+import warnings
 
 import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 
 from course_lib import checking as core
 from course_lib.checking import yours  # noqa: F401
+from course_lib.determinism import Operators
 
 GENERATORS = "Python's random", "NumPy's np.random", "torch"
 NAMES = "torch's number of threads", "deterministic algorithms", "warn_only", "torch.backends.cudnn.benchmark"
-
-
-class _Seen(TorchDispatchMode):
-    "Calls `look(operator, out)` after each operator."
-
-    def __init__(self, look):
-        super().__init__()
-        self.look = look
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.look(func, out)
-        return out
+BACKWARD = "a backward pass"
 
 
 @contextlib.contextmanager
-def _stirred(name):
+def _stirred(name, why=""):
     "Global generators in a state that nobody knows, and which `name` may not change; NumPy's is put back."
     kept = np.random.get_state()
     random.seed()
@@ -43,7 +32,8 @@ def _stirred(name):
     try:
         yield
         for generator, old, new in zip(GENERATORS, before, _states(), strict=True):
-            need(old == new, f"{name} left the global generator of {generator} in another state")
+            hint = why if generator == "torch" else ""
+            need(old == new, f"{name} left the global generator of {generator} in another state{hint}")
     finally:
         np.random.set_state(kept)
 
@@ -57,43 +47,60 @@ def _states():
     return random.getstate(), (keys.tobytes(), rest), torch.get_rng_state().tolist()
 
 
-@core.exercise("determinism.1", "error below 2u in six cases, four operators a row, no wider type")
-def compensated(answer):
-    for name, x in _addends(lanes=5).items():
-        n, u, ran = len(x), torch.finfo(x.dtype).eps / 2, []
-        what = f"the sum of {name}, {str(x.dtype).removeprefix('torch.')}[{n}, 5]"
-        with _Seen(lambda func, out, ran=ran: ran.append((func.is_view, getattr(out, "dtype", None)))):
-            got = core.call(answer, x)
-        lanes = isinstance(got, torch.Tensor) and got.shape == (5,)
-        need(lanes, what, f"expected a tensor of shape [5], got {core.kind(got)}")
-        for dtype in [got.dtype, *(t for _, t in ran if t and t.is_floating_point)]:
-            need(dtype == x.dtype, what, f"a tensor of {dtype} was made; use the type of x alone")
-        columns = [[math.fsum(map(f, v)) for v in x.double().T.tolist()] for f in (float, abs)]
-        exact, size = torch.tensor(columns, dtype=torch.float64)
-        error, allowed = (got.double() - exact).abs(), (2 * u + 3 * n * u * u) * size  # Kahan's bound
-        lane = int((error / allowed).nan_to_num(math.inf).argmax())
-        most = f"expected at most {allowed[lane]:.3g} (2u times the sum of magnitudes)"
-        how = f"lane {lane} is off by {error[lane]:.3g}; what an addition loses must reach the next one"
-        need(error[lane] <= allowed[lane], what, most, how)
-        ops = sum(not view for view, _ in ran)
-        how = "two to add a row, two to find what was lost, all of them torch's"
-        # 40 are what the check's own call needs.
-        need(3 * n <= ops <= 4 * n + 40, what, f"expected about {4 * n:,} operators ({how}), got {ops:,}")
+@core.exercise("determinism.1", "the first difference of ten kinds by number and name, None where none is")
+def first_difference(answer):
+    stages = _stages()
+    random.shuffle(stages)
+    for changed in [None, *range(len(stages))]:
+        ran, starts, calls = [], [], []
+
+        def run(which, changed=changed, ran=ran, starts=starts, calls=calls):
+            calls.append(which)
+            with _disable_current_modes():  # so that `empty` finds other numbers in each run
+                torch.full((999,), float(which))
+            torch.empty(999).fill_(3)
+            for k, (_, stage, same, other) in enumerate(stages):
+                starts.append(len(ran))
+                stage(other if which == 2 and changed is not None and k >= changed else same)
+
+        with Operators(lambda func, _, ran=ran: ran.append(str(func))):
+            run(0)
+        at = starts[changed or 0] + (stages[changed or 0][0] == BACKWARD)  # after one operator of the forward
+        got = core.call(answer, lambda: run(1), lambda: run(2))
+        core.equal(calls[1:], [1, 2], "calls of `one` (1) and `two` (2)")
+        if changed is None:
+            how = "NaN equals itself, and what `empty` gives is not compared"
+            need(got is None, f"two runs with equal bits: expected None, got {got!r}; {how}")
+        else:
+            what, want = f"two runs that differ first in {stages[changed][0]}", (at, ran[at])
+            how = "count all operators from 0; compare the bits of each output as they were when it came"
+            need(got is not None, f"{what}: expected {want}, got None; {how}")
+            got = tuple(core.parts(got, "number name", what))
+            need(got == want, f"{what}: expected {want}, got {got}; {how}")
 
 
-def _addends(lanes):
-    n = random.randrange(700, 800)
-    small = torch.rand(n, lanes) * 0.4 + 0.1
-    first, within, halves = small.clone(), small.clone(), (small / 8).half()
-    first[0], within[n // 3], halves[0] = 2.0**24, -(2.0**24), 2.0**9
-    return {
-        "one large number and many small ones": first,
-        "many small numbers with a large negative one among them": within,
-        "numbers of both signs": torch.randn(n, lanes) * torch.logspace(-3, 3, n)[:, None],
-        "positive numbers": small,
-        "one large number and many small ones in half precision": halves,
-        "numbers of both signs in double precision": torch.randn(n, lanes, dtype=torch.float64),
-    }
+def _stages():
+    "Pieces of a run: (what differs, function of an input, the input of both runs, another input for `two`)."
+    n, m = core.ragged(3, 9, 2)
+    x, zeros = torch.randn(n, m), torch.zeros(n, m)
+    near, far, signed, first, second = x.clone(), x.clone(), zeros.clone(), zeros.clone(), zeros.clone()
+    near[-1, -1], far[-1, -1], signed[-1, -1] = torch.nextafter(x[-1, -1], x.new_tensor(9.0)), 99.0, -0.0
+    first[0, 1], second[0, 2] = 1, 1
+    nan, far_nan = x.abs(), far.abs()
+    nan[0], far_nan[0] = -1, -1
+    leaf, matrix = torch.randn(n, m, requires_grad=True), torch.randn(m, 4)
+    return [
+        ("the last bit of an element", lambda v: v * 2, x, near),
+        ("a matmul", lambda v: v @ matrix, x, far),
+        ("the sign of a zero", lambda v: v.clone(), zeros, signed),
+        ("an output that has NaN in both runs", lambda v: v.log(), nan, far_nan),
+        ("the second output, the places of a maximum", lambda v: v.max(1), first, second),
+        ("the last tensor of a list", lambda v: v.split(2), x, far),
+        ("a transposed output in bfloat16", lambda v: v.t(), x.bfloat16(), far.bfloat16()),
+        ("a maximum, a tensor without dimensions", lambda v: v.amax(), x, far),
+        ("memory that a later operator overwrites", lambda v: v.exp().zero_(), x, far),
+        (BACKWARD, lambda v: torch.autograd.grad(leaf * 2, leaf, v), x, near),
+    ]
 
 
 class _Items(Dataset):
@@ -114,9 +121,9 @@ class _Items(Dataset):
 def seeded_loader(answer):
     batch, seed = random.choice([3, 4, 7]), random.randrange(1, 10**6)
     n = batch * random.randrange(20 // batch, 30 // batch) + random.randrange(1, batch)
-    what = f"seeded_loader(dataset of {n}, {batch}, workers=2, seed={seed})"
-    run, again, other = (_epochs(answer, n, batch, 2, s, what) for s in (seed, seed, seed + 1))
-    _epochs(answer, n, batch, 1, seed, what.replace("=2", "=1"))
+    what = f"seeded_loader(dataset of {n}, {batch}, workers=3, seed={seed})"
+    run, again, other = (_epochs(answer, n, batch, 3, s, what) for s in (seed, seed, seed + 1))
+    _epochs(answer, n, batch, 1, seed, what.replace("=3", "=1"))
     need(run[0][:n] != run[0][n:], what, "the second epoch has the order of the first; shuffle")
     need(run[0] == again[0], what, "a second run had another order; give the loader a generator")
     need(run[0] != other[0], what, f"seed {seed + 1} gives the same order")
@@ -131,7 +138,9 @@ def seeded_loader(answer):
 
 def _epochs(answer, n, batch, workers, seed, what):
     "The items' indices in the order of two epochs, and their numbers."
-    with _stirred("seeded_loader"):
+    why = "; a loader without `generator` draws from torch's"
+    with _stirred("seeded_loader", why), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns where workers outnumber cores
         loader = core.call(answer, _Items(n), batch, workers, seed)
         need(isinstance(loader, DataLoader), f"expected a DataLoader, got {core.kind(loader)}")
         core.equal(loader.num_workers, workers, f"{what}: num_workers")
@@ -194,7 +203,7 @@ def _inside(answer, seed, fails):
     return drawn
 
 
-class _Shared:
+class Samples:
     "Samples that note each read; at each, rows of the weights move, as a second process would move them."
 
     def __init__(self, weights, features, labels):
@@ -226,8 +235,8 @@ def worker(answer):
         (workers, seed, rank), where = case, f"rank {case[2]} of {case[0]}, seed {case[1]}"
         start, labels = torch.randn(61, 7), [random.randrange(7) for _ in range(n)]
         features = [torch.randperm(61)[: random.randrange(3, 7)] for _ in range(n)]
-        samples = _Shared(start.clone(), features, labels)
-        with _stirred("worker"), _Seen(_no_dense_write):
+        samples = Samples(start.clone(), features, labels)
+        with _stirred("worker"), Operators(_no_dense_write):
             core.call(answer, samples.weights, samples, rank, workers, seed, lr, mutates=(0, 1))
         core.equal(sorted(samples.reads), list(range(rank, n, workers)), f"{where}: samples read, sorted")
         need(samples.reads != sorted(samples.reads), where, "read in ascending order; draw an order")
@@ -237,7 +246,13 @@ def worker(answer):
             active = want[features[i]].requires_grad_()
             F.cross_entropy(active.sum(0)[None], torch.tensor([labels[i]])).backward()
             want[features[i]] -= lr * active.grad
-        core.close(samples.weights, want, f"{where}: the shared weights at the end", rtol=1e-3, atol=1e-4)
+        core.close(
+            samples.weights,
+            want,
+            f"{where}: the weights at the end, each row written back",
+            rtol=1e-3,
+            atol=1e-4,
+        )
         again = orders.setdefault(case, samples.reads) == samples.reads
         need(again, where, "a second call read in another order; seed a torch.Generator")
     steps = {(s, r): [i // 3 for i in orders[3, s, r]] for s in (4, 5) for r in (0, 1)}

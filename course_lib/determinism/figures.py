@@ -1,24 +1,27 @@
 "The figures of determinism: functions of plain data that return a matplotlib figure."
 
+import statistics
 import textwrap
 
 from course_lib import recorded, show
+from course_lib.determinism import ROUNDOFF
 
 BLUE, ORANGE, GREEN, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[2], show.COLOURS[6]
 
 
-def draw_orders(by_method, exact):
-    "{method: its sums of the same numbers in many orders} by their distance from the exact sum."
+def draw_orders(by_method, exact, ulp):
+    "{method: its sums of the same numbers in many orders} by their distance from the exact sum, in ulp."
     n = len(by_method)
     fig, panels = show.axes(n, 1, figsize=(6.4, 1.2 + 1.3 * n), sharex=True, squeeze=False)
-    reach = 1.15 * max((sums.double() - exact).abs().max().item() for sums in by_method.values())
-    for ax, (name, sums) in zip(panels[:, 0], by_method.items(), strict=True):
-        ax.hist((sums.double() - exact).numpy(), bins=60, range=(-reach, reach), color=BLUE)
+    apart = {name: (sums.double() - exact) / ulp for name, sums in by_method.items()}
+    reach = 1.15 * max(a.abs().max().item() for a in apart.values())
+    for ax, (name, a) in zip(panels[:, 0], apart.items(), strict=True):
+        ax.hist(a.numpy(), bins=61, range=(-reach, reach), color=BLUE)  # an odd number: 0 lies inside a bin
         ax.axvline(0, color=ORANGE, lw=1)
-        many = len(sums.unique())
-        title = f"{name}: {many} different sum{'s' * (many > 1)} in {len(sums)} orders"
+        many = len(by_method[name].unique())
+        title = f"{name}: {many} different sum{'s' * (many > 1)} in {len(a)} orders"
         ax.set(ylabel="orders", title=title)
-    ax.set_xlabel("sum minus the exact sum (orange line: exact)")
+    ax.set_xlabel("sum minus the exact sum, in ulp (orange line: exact)")
     return fig
 
 
@@ -68,14 +71,15 @@ def draw_additions():
 def draw_errors(data):
     "The explorer of sums: for each method the median error of the draws, and the band from least to largest."
     fig, ax = show.axes()
-    n, floor = data["n"], data["roundoff"] / 100
+    n, roundoff = data["n"], ROUNDOFF[data["dtype"]]
     for name, e in data["errors"].items():
-        e = e.clamp(min=floor)  # an exact sum has no place on a logarithmic axis
+        e = e.clamp(min=roundoff / 100)  # an exact sum has no place on a logarithmic axis
         (line,) = ax.plot(n, e.median(1).values, label=name)
         ax.fill_between(n, e.min(1).values, e.max(1).values, color=line.get_color(), alpha=0.15, lw=0)
-    ax.axhline(data["roundoff"], color=GREY, ls=":", lw=1)
-    ax.annotate("u, one rounding", (1, data["roundoff"]), (-4, 3), xycoords=("axes fraction", "data"),
-                textcoords="offset points", fontsize=8, ha="right")  # fmt: skip
+    bound = 2 * roundoff
+    ax.axhline(bound, color=GREY, ls=":", lw=1)
+    ax.annotate("2u", (1, bound), (-4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                fontsize=8, ha="right")  # fmt: skip
     ax.set(yscale="log", xlabel="numbers added", ylabel="error / sum of magnitudes", title=data["title"])
     ax.set_xscale("log", base=2)
     ax.legend(loc="upper left", fontsize=9)
@@ -83,22 +87,21 @@ def draw_errors(data):
 
 
 def draw_losses(runs):
-    "{name: losses} of two runs, step by step, and below how far they are apart."
-    fig, (top, low) = show.axes(2, 1, figsize=(6.4, 4.4), sharex=True, height_ratios=(3, 2))
-    for (name, losses), style in zip(runs.items(), ("-", "--"), strict=True):
+    "{name: (losses, weights, …)} of two runs, step by step, and below how far they are apart."
+    fig, (top, low) = show.axes(2, 1, figsize=(6.4, 4.8), sharex=True, height_ratios=(1, 1))
+    for (name, (losses, *_)), style in zip(runs.items(), ("-", "--"), strict=True):
         top.plot(losses, style, label=name, lw=1)
     top.set(ylabel="loss", title="one seed, two numbers of threads")
     top.legend(loc="lower left")
-    one, other = runs.values()
-    apart = (one - other).abs().double()
-    low.semilogy(apart.clamp(min=1e-9), color=GREY, lw=1)
-    low.set(xlabel="step", ylabel="difference of\nthe losses", ylim=(5e-10, 10))
-    low.set_yticks([1e-9, 1e-6, 1e-3, 1], ["0", "$10^{-6}$", "$10^{-3}$", "1"])
-    if len(first := apart.nonzero()):
-        low.axvline(first[0].item(), color=ORANGE, lw=1)
-        at = first[0].item()
-        low.annotate(f"first difference: step {at}", (at, 1), (4, -12), xycoords=("data", "axes fraction"),
-                     textcoords="offset points", fontsize=8, color=ORANGE)  # fmt: skip
+    (losses, weights, *_), (losses2, weights2, *_) = runs.values()
+    apart = {"a weight, at most": (weights - weights2).abs().amax(1), "the loss": (losses - losses2).abs()}
+    for (name, difference), colour in zip(apart.items(), (ORANGE, GREY), strict=True):
+        first = next(iter(difference.nonzero().flatten().tolist()), "none")
+        label = f"{name} (first at step {first})"
+        low.semilogy(difference.double().clamp(min=1e-11), ".-", color=colour, lw=1, ms=3, label=label)
+    low.set(xlabel="step", ylabel="difference", ylim=(5e-12, 1e3))
+    low.set_yticks([1e-11, 1e-9, 1e-6, 1e-3, 1], ["0", "$10^{-9}$", "$10^{-6}$", "$10^{-3}$", "1"])
+    low.legend(loc="upper left", fontsize=8)
     return fig
 
 
@@ -136,7 +139,12 @@ def draw_prices(prices, where):
     fig, ax = show.axes(figsize=(6.4, 0.27 * len(priced) + 1.8))
     colours = [ORANGE if many > 1 else BLUE for _, (many, _) in priced]
     bars = ax.barh([name for name, _ in priced], [cost for _, (_, cost) in priced], color=colours)
-    ax.bar_label(bars, [f"{cost:.2g}×" for _, (_, cost) in priced], padding=3, fontsize=8)
+    ax.bar_label(
+        bars,
+        [f"{cost:.2f}×" if cost < 2 else f"{cost:.2g}×" for _, (_, cost) in priced],
+        padding=3,
+        fontsize=8,
+    )
     ax.axvline(1, color=GREY, lw=1)
     high = max((cost for _, (_, cost) in priced), default=1)
     ax.set(xscale="log", xlim=(None, high * 4), xlabel="time, deterministic / default", title=where)
@@ -150,21 +158,46 @@ def draw_prices(prices, where):
     return fig
 
 
+def recorded_steps():
+    "The recorded prices of a step as {network: (least, median, largest)}; {} before a recording."
+    found = {}
+    for f in recorded.figures("determinism"):
+        if f["name"].startswith("determinism.step_cost."):
+            parts = (f["name"].replace("cost.", f"{part}.") for part in ("cost_low", "cost", "cost_high"))
+            found[f["name"].rpartition(".")[2]] = [recorded.get(name)["value"] for name in parts]
+    return found
+
+
+def draw_steps(costs, where):
+    "{network: the prices of its step in several rounds}: the median as a dot, the range as a line."
+    fig, ax = show.axes(figsize=(6.4, 0.4 * len(costs) + 1.2))
+    for y, rounds in enumerate(costs.values()):
+        ax.plot([min(rounds), max(rounds)], [y, y], color=BLUE, lw=2)
+        ax.plot(middle := statistics.median(rounds), y, "o", color=BLUE)
+        ax.annotate(
+            f"{middle:.2f}×", (middle, y), (0, 7), textcoords="offset points", fontsize=8, ha="center"
+        )
+    ax.axvline(1, color=GREY, lw=1)
+    ax.set_yticks(range(len(costs)), [name.replace("_", " ") for name in costs])
+    ax.set(xlabel="time of a whole step, in the block / default", title=where, ylim=(len(costs) - 0.5, -0.7))
+    ax.xaxis.set_major_formatter("{x:g}×")
+    return fig
+
+
 def draw_three_ways(runs):
-    "{mode: [(loss, seconds), …]} with one entry a round: losses, and each round's speed against `alone`."
-    fig, (left, right) = show.axes(1, 2, figsize=(7.2, 3.2))
-    alone = [seconds for _, seconds in runs["alone"]]
+    "{way: [(loss, seconds), …]} with one entry a round: losses, and each round's speed against `alone`."
+    fig, (left, right) = show.axes(1, 2, figsize=(8.4, 3.2))
+    base, alone = runs["alone"][0][0], [seconds for _, seconds in runs["alone"]]
     for i, rounds in enumerate(runs.values()):
         x = [i + 0.25 * (k / max(len(rounds) - 1, 1) - 0.5) for k in range(len(rounds))]
         speed = [first / seconds for first, (_, seconds) in zip(alone, rounds, strict=True)]
-        for ax, values in ((left, [loss for loss, _ in rounds]), (right, speed)):
+        for ax, values in ((left, [100 * (loss / base - 1) for loss, _ in rounds]), (right, speed)):
             ax.plot(x, values, "o", color=show.COLOURS[i], alpha=0.7)
-    left.set(title="one seed, several runs", ylabel="training loss")
+    left.set(title="training loss of each run", ylabel="% above alone's")
     right.set(title="speed of each round", ylabel="times as fast as alone")
-    for ax in (left, right):
-        ax.set_xticks(range(len(runs)), list(runs))
+    for ax, even in ((left, 0), (right, 1)):
+        ax.set_xticks(range(len(runs)), list(runs), fontsize=9)
         ax.set_xlim(-0.5, len(runs) - 0.5)
-    left.ticklabel_format(axis="y", useOffset=False)
-    right.axhline(1, color=GREY, lw=1)
+        ax.axhline(even, color=GREY, lw=1)
     right.set_ylim(0, 1.1 * right.get_ylim()[1])
     return fig

@@ -1,84 +1,108 @@
 "Answers to the exercises of determinism: the course's, right ones of another style, and wrong ones."
 
 import contextlib
+import hashlib
+import operator
 import random
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, RandomSampler
 
+from course_lib import determinism
 from course_lib.determinism import solutions
 
 REFERENCE = {number: getattr(solutions, names[0]) for number, names in solutions.EXERCISES.items()}
 
 
-# --- determinism.1: the compensated sum ----------------------------------------------------
+# --- determinism.1: the first operator that differs ------------------------------------------
 
 
-def carry_added(x):
-    "Right: Kahan's sum with the other sign, in three additions and one subtraction."
-    total, kept = x[0], torch.zeros_like(x[0])
-    for k in range(1, len(x)):
-        addend = x[k] + kept
-        larger = total + addend
-        kept = addend - (larger - total)
-        total = larger
-    return total + kept
+def _compared(keep, differ, last=False):
+    "first_difference with `keep(name, out)` for each output, and `differ(kept, other)`."
+
+    def first_difference(one, two):
+        runs = []
+        for run in (one, two):
+            ran = []
+            with determinism.Operators(
+                lambda func, out, ran=ran: ran.append((str(func), keep(str(func), out)))
+            ):
+                run()
+            runs.append(ran)
+        pairs = enumerate(zip(*runs, strict=True))
+        found = [(number, name) for number, ((name, kept), (_, other)) in pairs if differ(kept, other)]
+        return found[-last] if found else None
+
+    return first_difference
 
 
-def in_place(x):
-    "Right: four buffers, written again and again."
-    total, lost, addend, larger = (torch.zeros_like(x[0]) for _ in range(4))
-    for row in x.unbind(0):
-        torch.sub(row, lost, out=addend)
-        torch.add(total, addend, out=larger)
-        torch.sub(larger, total, out=lost)
-        lost -= addend
-        total, larger = larger, total
-    return total
+def _tensors(out):
+    return [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
 
 
-def plain_sum(x):
-    total = torch.zeros_like(x[0])
-    for row in x:
-        total = total + row
-    return total
+def _bytes(t):
+    return bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def in_float64(x):
-    total = torch.zeros_like(x[0], dtype=torch.float64)
-    for row in x:
-        total += row
-    return total.to(x.dtype)
+def _skip_empty(keep):
+    return lambda name, out: [] if "empty" in name else keep(out)
 
 
-def simplified_by_algebra(x):
-    total, lost = torch.zeros_like(x[0]), torch.zeros_like(x[0])
-    for row in x:
-        addend = row - lost
-        larger = total + addend
-        lost = larger - (total + addend)
-        total = larger
-    return total
+digests = _compared(  # right: a hash for each output
+    _skip_empty(lambda out: [hashlib.sha256(_bytes(t)).digest() for t in _tensors(out)]), operator.ne
+)
 
 
-def loss_against_the_row(x):
-    total, lost = torch.zeros_like(x[0]), torch.zeros_like(x[0])
-    for row in x:
-        larger = total + (row - lost)
-        lost = (larger - total) - row
-        total = larger
-    return total
+def while_two_runs(one, two):
+    "Right: a mode of its own, which compares while the second run goes on."
+
+    class Watch(TorchDispatchMode):
+        def __init__(self, first=None):
+            super().__init__()
+            self.ran, self.first, self.found = [], first, None
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            mine = [t.clone() for t in _tensors(out)] if "empty" not in func.name() else []
+            if self.first and self.found is None and not all(map(self.same, mine, self.first[len(self.ran)])):
+                self.found = len(self.ran), str(func)
+            self.ran.append(mine)
+            return out
+
+        def same(self, a, b):
+            return _bytes(a) == _bytes(b)
+
+    with Watch() as first:
+        one()
+    with Watch(first.ran) as second:
+        two()
+    return second.found
 
 
-def ten_operations_a_row(x):  # Neumaier's sum
-    total, lost = torch.zeros_like(x[0]), torch.zeros_like(x[0])
-    for row in x:
-        larger = total + row
-        lost = lost + torch.where(total.abs() >= row.abs(), (total - larger) + row, (row - larger) + total)
-        total = larger
-    return total + lost
+def _unequal(kept, other):
+    return not all(map(torch.equal, kept, other))
+
+
+by_value = _compared(_skip_empty(lambda out: [t.detach().clone() for t in _tensors(out)]), _unequal)
+without_a_clone = _compared(
+    _skip_empty(lambda out: [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in _tensors(out)]),
+    _unequal,
+)
+single_tensors_only = _compared(
+    _skip_empty(lambda out: _bytes(out) if isinstance(out, torch.Tensor) else b""), operator.ne
+)
+empty_memory_too = _compared(lambda name, out: [_bytes(t) for t in _tensors(out)], operator.ne)
+almost_equal = _compared(
+    _skip_empty(lambda out: [t.detach().clone() for t in _tensors(out)]),
+    lambda a, b: not all(torch.allclose(x, y, equal_nan=True) for x, y in zip(a, b, strict=True)),
+)
+
+
+the_last = _compared(_skip_empty(lambda out: [_bytes(t) for t in _tensors(out)]), operator.ne, last=True)
 
 
 # --- determinism.2: the seeded loader -------------------------------------------------------
@@ -313,7 +337,7 @@ def seeds_numpys_generator(weights, samples, rank, workers, seed, lr):
 
 
 RIGHT = {
-    "determinism.1": [carry_added, in_place],
+    "determinism.1": [digests, while_two_runs],
     "determinism.2": [initial_seed_and_a_sampler, workers_that_stay],
     "determinism.3": [Repeatable, with_a_stack],
     "determinism.4": [by_autograd, by_numpy],
@@ -321,11 +345,12 @@ RIGHT = {
 
 MUTANTS = {
     "determinism.1": [
-        plain_sum,
-        in_float64,
-        simplified_by_algebra,
-        loss_against_the_row,
-        ten_operations_a_row,
+        by_value,
+        without_a_clone,
+        single_tensors_only,
+        empty_memory_too,
+        almost_equal,
+        the_last,
     ],
     "determinism.2": [
         no_worker_init,

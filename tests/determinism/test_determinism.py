@@ -1,4 +1,4 @@
-"Lesson determinism's library: addends and errors, bitwise comparison, sparse digits, figures."
+"Lesson determinism's library: addends, operators, bitwise comparison, sparse digits, figures."
 
 import matplotlib
 import pytest
@@ -18,12 +18,12 @@ def close():
     plt.close("all")
 
 
-@pytest.mark.parametrize("dtype", list(determinism.ROUNDOFF))
-def test_compensated_sums_stay_below_two_roundings(dtype):
-    found = determinism.errors({"kahan": solutions.compensated, "torch": lambda x: x.sum(0)}, 8, dtype=dtype)
-    assert found["n"] == [2, 4, 8, 16, 32, 64, 128, 256]
-    assert found["errors"]["kahan"].shape == (8, 16)
-    assert found["errors"]["kahan"].max() <= 2.1 * found["roundoff"]
+def test_operators_are_seen_in_both_passes():
+    seen, x = [], torch.ones(3, requires_grad=True)
+    with determinism.Operators(lambda func, out: seen.append((str(func), out.shape))):
+        (x * 2).sum().backward()
+    assert seen[:2] == [("aten.mul.Tensor", (3,)), ("aten.sum.default", ())]
+    assert seen[-2:] == [("aten.mul.Tensor", (3,)), ("aten.detach.default", (3,))]
 
 
 def test_draws_are_what_they_are_called():
@@ -44,6 +44,7 @@ def test_answers_are_compared_bit_by_bit():
 def test_said_and_middle():
     assert determinism.said(None, 1234, "images") == "1,234 images (you wrote no prediction)"
     assert determinism.said(7, 8) == "8 (you said 7)"
+    assert determinism.said("mm", "aten.mm") == "aten.mm (you said mm)"
     assert determinism.middle([3.0, 1.0, 2.5]) == (2.5, 1.0, 3.0)
 
 
@@ -69,14 +70,17 @@ def test_one_process_learns_the_sparse_digits():
 
 def test_figures_draw_what_they_are_given(monkeypatch):
     sums = torch.tensor([1.0, 1.5, 1.5])
-    fig = figures.draw_orders({"a loop": sums, "a tree": sums[1:]}, 1.25)
+    fig = figures.draw_orders({"a loop": sums, "a tree": sums[1:]}, 1.25, 0.25)
     assert [ax.get_title() + ax.get_title(loc="left") for ax in fig.axes] == [
         "a loop: 2 different sums in 3 orders",
         "a tree: 1 different sum in 2 orders",
     ]
     assert len(figures.draw_additions().axes) == 3
-    fig = figures.draw_losses({"1 thread": torch.ones(5), "2 threads": torch.tensor([1.0, 1, 1, 2, 1])})
-    assert [t.get_text() for t in fig.axes[1].texts] == ["first difference: step 3"]
+    losses, weights = torch.tensor([1.0, 1, 1, 2, 1]), torch.zeros(5, 2)
+    weights[1:, 1] = 1
+    fig = figures.draw_losses({"1": (torch.ones(5), torch.zeros(5, 2)), "2": (losses, weights)})
+    names = [t.get_text() for t in fig.axes[1].get_legend().get_texts()]
+    assert names == ["a weight, at most (first at step 1)", "the loss (first at step 3)"]
     epoch = [(i, i / 10) for i in range(7)]
     fig = figures.draw_numbers({"an epoch": [epoch, epoch]}, batch=2)
     first, again = fig.axes[0].lines[:2]
@@ -88,5 +92,11 @@ def test_figures_draw_what_they_are_given(monkeypatch):
     assert prices == {"index add": (10, 3.0), "grid sample": (4, None)}
     fig = figures.draw_prices(prices, "a GPU")
     assert len(fig.axes[0].patches) == 1 and "grid sample" in fig.get_supxlabel()
+    steps = {"step_cost.net": 1.2, "step_cost_low.net": 1.1, "step_cost_high.net": 1.5}
+    found[:] = [{"name": f"determinism.{name}", "value": value} for name, value in steps.items()]
+    assert figures.recorded_steps() == {"net": [1.1, 1.2, 1.5]}
+    fig = figures.draw_steps({"net": [1.5, 1.1, 1.2]}, "a GPU")
+    assert [t.get_text() for t in fig.axes[0].texts] == ["1.20×"]
     fig = figures.draw_three_ways({"alone": [(0.1, 2.0), (0.1, 3.0)], "locked": [(0.2, 4.0), (0.3, 1.5)]})
+    assert list(fig.axes[0].lines[1].get_ydata()) == pytest.approx([100, 200])  # % above alone's
     assert list(fig.axes[1].lines[1].get_ydata()) == [0.5, 2.0]
