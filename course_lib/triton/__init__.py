@@ -9,7 +9,13 @@ import torch
 from course_lib import recorded, show
 
 # Shapes (M, N, K) of the comparison with cuBLAS; rows of the ragged ones don't begin at multiples of 16 bytes.
-ALIGNED = [(8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 1024), (2048, 8192, 4096), (1024, 1024, 16384)]
+ALIGNED = [
+    (8192, 8192, 8192),
+    (4096, 4096, 4096),
+    (16384, 4096, 1024),
+    (2048, 8192, 4096),
+    (1024, 1024, 16384),
+]
 RAGGED = [(8000, 8200, 8192), (4095, 4097, 4093), (5000, 3000, 7000), (2050, 6146, 4100), (16385, 1000, 4096)]
 
 

@@ -13,10 +13,10 @@ def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, total, mask=mask)
 
 
-def run_add(x, y, block=1024):
+def run_add(x, y, kernel=None, block=1024):
     "The launcher: x + y of two contiguous vectors."
     out = torch.empty_like(x)
-    add_kernel[(triton.cdiv(x.numel(), block),)](x, y, out, x.numel(), BLOCK=block)
+    (kernel or add_kernel)[(triton.cdiv(x.numel(), block),)](x, y, out, x.numel(), BLOCK=block)
     return out
 
 
@@ -31,11 +31,10 @@ def softmax_kernel(x_ptr, out_ptr, x_stride, out_stride, n_cols, BLOCK: tl.const
     tl.store(out_ptr + row * out_stride + cols, e / tl.sum(e, axis=0), mask=mask)
 
 
-def run_softmax(x, kernel=None, **meta):
+def run_softmax(x, kernel=None, block=None, **meta):
     "The launcher: softmax over the rows of a matrix. `meta` are launch options: num_warps=8."
     x = x.contiguous()
-    out, (rows, cols) = torch.empty_like(x), x.shape
-    block = triton.next_power_of_2(cols)
+    out, (rows, cols), block = torch.empty_like(x), x.shape, block or triton.next_power_of_2(x.shape[1])
     (kernel or softmax_kernel)[(rows,)](x, out, x.stride(0), out.stride(0), cols, BLOCK=block, **meta)
     return out
 
@@ -53,13 +52,12 @@ def rmsnorm_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, x_stride, y_stride, n_cols, ep
     tl.store(rstd_ptr + row, rstd)
 
 
-def run_rmsnorm(x, w, eps=1e-6, kernel=None, **meta):
+def run_rmsnorm(x, w, eps=1e-6, kernel=None):
     "The launcher: (y, rstd) of a matrix, row by row."
     x = x.contiguous()
-    y, (rows, cols) = torch.empty_like(x), x.shape
+    y, (rows, cols), block = torch.empty_like(x), x.shape, triton.next_power_of_2(x.shape[1])
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(cols)
-    (kernel or rmsnorm_kernel)[(rows,)](x, w, y, rstd, x.stride(0), y.stride(0), cols, eps, BLOCK=block, **meta)
+    (kernel or rmsnorm_kernel)[(rows,)](x, w, y, rstd, x.stride(0), y.stride(0), cols, eps, BLOCK=block)
     return y, rstd
 
 
@@ -99,16 +97,14 @@ def rmsnorm_backward_kernel(
 def run_rmsnorm_backward(dy, x, w, rstd, **meta):
     "The launcher: (dx, dw). One program for each multiprocessor; the parts of dw are added by a second kernel."
     dy, x = dy.contiguous(), x.contiguous()  # the dy of y.sum() has strides of 0
-    dx, dw, (rows, cols) = torch.empty_like(x), torch.empty_like(w), x.shape
+    dx, dw, (rows, cols), block = torch.empty_like(x), torch.empty_like(w), x.shape, triton.next_power_of_2(x.shape[1])
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
     parts = torch.empty(programs, cols, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(cols)
     meta = {"ROWS": max(1, 8192 // block), "STAGES": 3, "num_warps": 8} | meta
     strides = [t.stride(0) for t in (dy, x, dx, parts)]
     rmsnorm_backward_kernel[(programs,)](dy, x, w, rstd, dx, parts, *strides, rows, cols, BLOCK=block, **meta)
-    sum_parts_kernel[(triton.cdiv(cols, 16),)](
-        parts, dw, programs, cols, PARTS=triton.next_power_of_2(programs), BLOCK=16
-    )
+    most = triton.next_power_of_2(programs)
+    sum_parts_kernel[(triton.cdiv(cols, 16),)](parts, dw, programs, cols, PARTS=most, BLOCK=16)
     return dx, dw
 
 
@@ -148,13 +144,15 @@ def matmul_kernel(
     tl.store(c_at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def run_matmul(a, b, BM=64, BN=64, BK=32, **meta):
-    "The launcher: a @ b."
-    (M, K), N = a.shape, b.shape[1]
-    c = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    matmul_kernel[(triton.cdiv(M, BM), triton.cdiv(N, BN))](
-        a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK, **meta
-    )
+def run_matmul(a, b, kernel=None, **meta):
+    "The launcher: a @ b. `meta` are BLOCK_M, BLOCK_N, BLOCK_K and launch options."
+    (M, K), N, c = a.shape, b.shape[1], a.new_empty(a.shape[0], b.shape[1])
+
+    def grid(to):
+        i, j = triton.cdiv(M, to["BLOCK_M"]), triton.cdiv(N, to["BLOCK_N"])
+        return (1, 1, i * j) if kernel else (i, j)  # another kernel than yours comes later
+
+    (kernel or matmul_kernel)[grid](a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), **meta)
     return c
 
 
@@ -193,14 +191,12 @@ def xent_kernel(logits_ptr, target_ptr, loss_ptr, scale_ptr, stride, n_cols, BLO
         tl.store(row_ptr + cols, scale * tl.where(cols == target, p - 1.0, p), mask=mask)
 
 
-def run_xent(logits, target, block=8192, **meta):
+def run_xent(logits, target, block=8192):
     "The launcher: a loss for each row; the logits become the gradient of the mean over the rows that count."
-    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    loss, (rows, cols) = torch.empty(len(logits), dtype=torch.float32, device=logits.device), logits.shape
     scale = 1 / (target >= 0).sum().clamp(min=1)  # a tensor: a Python number would wait for the GPU
-    block = min(block, triton.next_power_of_2(logits.shape[1]))
-    xent_kernel[(len(loss),)](
-        logits, target, loss, scale, logits.stride(0), logits.shape[1], BLOCK=block, **{"num_warps": 8} | meta
-    )
+    block = min(block, triton.next_power_of_2(cols))
+    xent_kernel[(rows,)](logits, target, loss, scale, logits.stride(0), cols, BLOCK=block, num_warps=8)
     return loss
 
 
