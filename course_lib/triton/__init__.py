@@ -1,4 +1,4 @@
-"What lesson triton keeps: the places of a launch, the blocks of a wave, Inductor's kernel; kernels are the lesson's."
+"What lesson triton keeps beside its kernels: the places of a launch, the blocks of a wave, Inductor's kernel."
 
 import os
 import re
@@ -25,7 +25,7 @@ def said(guess, value, unit):
 
 
 def shares_of_copy(copy, softmax):
-    "{label: % of a copy's rate} of PyTorch's softmax: on this machine, and on the recorded GPU where there is one."
+    "{machine: % of a copy's rate} of PyTorch's softmax: this machine, and the recorded one where there is one."
     shares = {"this machine": 100 * softmax / copy}
     theirs = recorded.get("triton.softmax_eager_tbps")
     if theirs and "COURSE_RECORDING" not in os.environ:  # else it is this run that is recorded
@@ -34,7 +34,7 @@ def shares_of_copy(copy, softmax):
 
 
 def places(n=19, block=8):
-    "A launch over `n` elements in blocks of `block`: how many programs, and which part of their places is idle."
+    "A launch over `n` elements in blocks of `block`: its programs, and which part of their places is idle."
     programs = -(-n // block)
     return {"n": n, "block": block, "programs": programs, "idle": 1 - n / (programs * block)}
 
@@ -42,8 +42,7 @@ def places(n=19, block=8):
 def waves(tiles, wave):
     """What each wave of `wave` programs needs, as (tile rows, tile columns): blocks of a and blocks of b.
 
-    `tiles` are the (row, column) of all programs in order. A block that two programs of a wave need comes from
-    memory once.
+    `tiles` are the (row, column) of all programs in order. A block that a wave shares comes from memory once.
     """
     parts = [tiles[start : start + wave] for start in range(0, len(tiles), wave)]
     return [(len({m for m, _ in part}), len({n for _, n in part})) for part in parts]

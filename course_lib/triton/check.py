@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from course_lib import checking as core
 from course_lib import kernels
-from course_lib.checking import yours  # noqa: F401
+from course_lib.checking import Wrong, close, exercise, require, yours  # noqa: F401
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 NAMES = {FULL: "fp32", HALF: "fp16", BF16: "bf16"}
@@ -29,68 +29,57 @@ class Kernel:
         try:
             kernels.require()
         except kernels.KernelError as e:
-            raise core.Wrong(str(e)) from None
+            raise Wrong(str(e)) from None
         fn = getattr(answer, "fn", None)
         if not inspect.isfunction(fn) or not hasattr(answer, "run"):
             if inspect.isfunction(answer):
                 with contextlib.suppress(TypeError, ValueError):
                     answer()  # an unsolved one
-                raise core.Wrong("expected a kernel, got a function: put @triton.jit above it")
-            raise core.Wrong(
-                f"expected a kernel, got {core.kind(answer)}: pass the function under @triton.jit"
-            )
+                raise Wrong("expected a kernel, got a function: put @triton.jit above it")
+            raise Wrong(f"expected a kernel, got {core.kind(answer)}: pass the function under @triton.jit")
         self.kernel, self.name, self.names = answer, fn.__name__, list(inspect.signature(fn).parameters)
         self.launched = {}  # {dtypes: the arguments of a launch}
         if len(self.names) != count or not set(constants) <= set(self.names):
-            raise core.Wrong(
+            raise Wrong(
                 f"{self.name} takes ({', '.join(self.names)}); expected the {count} arguments of the lesson, "
                 f"{' and '.join(constants)} among them: copy the first lines from there"
             )
 
-    def run(self, grid, *args, what, changes=(), **constants):
-        "Launch it under `watch`, which is returned. `Wrong`: an exception, a race, a stray access, a changed input."
+    def run(self, grid, *args, what, once, limits=None, changes=(), **constants):
+        """Launch it under `watch`. `Wrong` for an exception, a race, a stray access, a changed input, a count.
+
+        `once` are the loads and the stores of which each element is touched once, as ({position: label}, …);
+        `limits` are {position: most loads in all}.
+        """
         whole = [a._base if isinstance(a, torch.Tensor) and a._base is not None else a for a in args]
         kept = [w.clone() if isinstance(w, torch.Tensor) else None for w in whole]
         w = watched(lambda: self.kernel[grid](*args, **constants), self.name, what)
-        self.launched[tuple(a.dtype for a in args if isinstance(a, torch.Tensor))] = (
-            dict(zip(self.names, args, strict=False)) | constants
-        )
-        for name, now, before in zip(self.names, whole, kept, strict=False):
-            unwritten = before is not None and not (before.is_floating_point() and before.isnan().all())
-            if unwritten and self.names.index(name) not in changes:
-                same = torch.equal(now.nan_to_num(), before.nan_to_num())
-                core.require(same, f"{what}: {self.name} stores to {name}, which it should only read")
-        return w
+        dtypes = tuple(a.dtype for a in args if isinstance(a, torch.Tensor))
+        self.launched[dtypes] = dict(zip(self.names, args, strict=False)) | constants
+        for i, (now, before) in enumerate(zip(whole, kept, strict=True)):
+            if before is None or i in changes or (before.is_floating_point() and before.isnan().all()):
+                continue  # no tensor, or one to be written
+            same = torch.equal(now.nan_to_num(), before.nan_to_num())
+            require(same, f"{what}: {self.name} stores to {self.names[i]}, which it should only read")
+        for accesses, labels, verb in zip((w.loads, w.stores), once, ("loaded", "stored"), strict=True):
+            for i, label in labels.items():
+                found = accesses.get(self.names[i])
+                require(found and found.fewest, f"{what}: some element of {label} is never {verb}")
+                often = f"{what}: some element of {label} is {verb} {found.most} times; expected once"
+                require(found.most == 1, often)
+        for i, most in (limits or {}).items():
+            found = w.loads.get(self.names[i])
+            require(found and found.elements, f"{what}: {self.names[i]} is never loaded by tl.load")
+            often = f"{what}: {self.names[i]} is loaded {found.elements:,} times in all, where {most:,} are enough"
+            require(found.elements <= most, often)
 
     def compiles(self):
         "Require the compiler for a GPU to take it too, for the dtypes of each launch; no GPU is needed."
         from course_lib.kernels import compiled
 
         for arguments in self.launched.values():
-            if reason := compiled.refusal(self.kernel, arguments):
-                raise core.Wrong(f"{self.name} is right in the interpreter, but {reason}")
-
-    def once(self, w, loads, stores, what):
-        "Require each element of the arguments at these positions to be loaded, or stored, exactly once."
-        each = [(w.loads, *x, "loaded") for x in loads.items()] + [
-            (w.stores, *x, "stored") for x in stores.items()
-        ]
-        for accesses, position, label, verb in each:
-            found = accesses.get(self.names[position])
-            core.require(found and found.fewest, f"{what}: some element of {label} is never {verb}")
-            core.require(
-                found.most == 1,
-                f"{what}: some element of {label} is {verb} {found.most} times; expected once",
-            )
-
-    def loads_at_most(self, w, position, limit, label, what):
-        "Require no more than `limit` loads of the argument at this position."
-        found = w.loads.get(self.names[position])
-        core.require(found and found.elements, f"{what}: {label} is never loaded by tl.load")
-        core.require(
-            found.elements <= limit,
-            f"{what}: {label} is loaded {found.elements:,} times in all, where {limit:,} are enough",
-        )
+            reason = compiled.refusal(self.kernel, arguments)
+            require(not reason, f"{self.name} is right in the interpreter, but {reason}")
 
 
 def watched(launch, name, what):
@@ -115,14 +104,12 @@ def watched(launch, name, what):
             raise NotImplementedError from None
         while type(e).__name__ == "InterpreterError" and e.__cause__ is not None:
             e = e.__cause__
-        raise core.Wrong(f"{name} raised {core.describe(e)} on {what}") from None
+        raise Wrong(f"{name} raised {core.describe(e)} on {what}") from None
     finally:
         interpret.Builder.create_dot = create_dot
-    core.require(
-        not rounded, f'{what}: fp32 factors would be rounded to tf32; tell tl.dot input_precision="ieee"'
-    )
+    require(not rounded, f'{what}: fp32 factors would become tf32; tell tl.dot input_precision="ieee"')
     for fault in [*w.outside, *w.races]:
-        raise core.Wrong(f"{what}: {fault}")
+        raise Wrong(f"{what}: {fault}")
     return w
 
 
@@ -144,18 +131,16 @@ def row_sizes(ragged):
     return random.randrange(2, 5), n, max(2, 1 << (n - 1).bit_length()) * random.choice((1, 1, 2))
 
 
-@core.exercise(
-    "triton.1", "right for full, ragged and tiny vectors; each element loaded once and stored once"
-)
+@exercise("triton.1", "right for full, ragged and tiny vectors; each element moved once")
 def add(answer):
     kernel = Kernel(answer, 5, "BLOCK")
     for dtype, block in zip((FULL, HALF, FULL, HALF), random.sample((16, 32, 64, 128), 4), strict=True):
         for n in (random.randrange(1, block), 3 * block, 3 * block + random.randrange(1, block)):
             x, y = (within(torch.randn(n).to(dtype)) for _ in range(2))
             out, what = poisoned(n, dtype=dtype), f"{n} elements of {NAMES[dtype]} in blocks of {block}"
-            w = kernel.run((-(-n // block),), x, y, out, n, BLOCK=block, what=what)
-            core.close(out, x.double() + y.double(), f"out, {what}", RTOL[dtype])
-            kernel.once(w, {0: "x", 1: "y"}, {2: "out"}, what)
+            once = {0: "x", 1: "y"}, {2: "out"}
+            kernel.run((-(-n // block),), x, y, out, n, BLOCK=block, what=what, once=once)
+            close(out, x.double() + y.double(), f"out, {what}", RTOL[dtype])
     kernel.compiles()
 
 
@@ -169,9 +154,7 @@ ROWS = {  # each kind of rows shows another mistake
 }
 
 
-@core.exercise(
-    "triton.2", "right for ragged rows, strides, three dtypes and extreme numbers; each element read once"
-)
+@exercise("triton.2", "right for ragged rows, three dtypes and extreme numbers; each element read once")
 def softmax(answer):
     kernel = Kernel(answer, 6, "BLOCK")
     dtypes = [*random.sample((FULL, HALF, BF16, FULL, HALF), 5), FULL]
@@ -179,11 +162,11 @@ def softmax(answer):
         rows, cols, block = row_sizes(ragged=kind != "gaussian")
         x, out = within(make(torch.randn(rows, cols)).to(dtype)), poisoned(rows, cols, dtype=dtype)
         what = f"{rows} x {cols} of {NAMES[dtype]}, {kind}, BLOCK {block}"
-        w = kernel.run((rows,), x, out, x.stride(0), out.stride(0), cols, BLOCK=block, what=what)
-        # A row with one share of exactly 1: nothing may be added to its sum.
-        rtol = 5e-8 if kind.startswith("one") else RTOL[dtype]
-        core.close(out, torch.softmax(x.double(), -1), f"out, {what}", rtol)
-        kernel.once(w, {0: "x"}, {1: "out"}, what)
+        args, once = (x, out, x.stride(0), out.stride(0), cols), ({0: "x"}, {1: "out"})
+        kernel.run((rows,), *args, BLOCK=block, what=what, once=once)
+        # One share is exactly 1: nothing may be added to the sum.
+        tolerance = (0, 5e-8) if kind.startswith("one") else (RTOL[dtype], 1e-6)
+        close(out, torch.softmax(x.double(), -1), f"out, {what}", *tolerance)
     kernel.compiles()
 
 
@@ -192,9 +175,7 @@ def norm(x, w, eps):
     return x * rstd * w, rstd.squeeze(-1)
 
 
-@core.exercise(
-    "triton.3", "right for ragged rows, strides, three dtypes, large and tiny numbers; each element read once"
-)
+@exercise("triton.3", "right for ragged rows, three dtypes, large and tiny numbers; x read once")
 def rmsnorm(answer):
     kernel = Kernel(answer, 9, "BLOCK")
     small = random.sample((1e-6, 1e-5), 2)  # where numbers are tiny, another eps shows
@@ -205,18 +186,15 @@ def rmsnorm(answer):
         weight, y = within((torch.randn(cols) + 1).to(dtype)), poisoned(rows, cols, dtype=dtype)
         rstd, strides = poisoned(rows), (x.stride(0), y.stride(0))
         what = f"{rows} x {cols} of {NAMES[dtype]} near {scale:g}, BLOCK {block}"
-        w = kernel.run((rows,), x, weight, y, rstd, *strides, cols, eps, BLOCK=block, what=what)
+        args, once = (x, weight, y, rstd, *strides, cols, eps), ({0: "x"}, {2: "y", 3: "rstd"})
+        kernel.run((rows,), *args, BLOCK=block, what=what, once=once, limits={1: rows * cols})
         want, want_rstd = norm(x.double(), weight.double(), eps)
-        core.close(rstd, want_rstd, f"rstd, {what}", rtol=1e-5, atol=0)
-        core.close(y, want, f"y, {what}", RTOL[dtype])
-        kernel.once(w, {0: "x"}, {2: "y", 3: "rstd"}, what)
-        kernel.loads_at_most(w, 1, rows * cols, "w", what)
+        close(rstd, want_rstd, f"rstd, {what}", rtol=1e-5, atol=0)
+        close(y, want, f"y, {what}", RTOL[dtype])
     kernel.compiles()
 
 
-@core.exercise(
-    "triton.4", "dx and dw as autograd has them, for any grid and tile; no two programs store to one address"
-)
+@exercise("triton.4", "dx and dw as autograd has them, for any grid and tile, without a race")
 def rmsnorm_backward(kernel, function):
     kernel = Kernel(kernel, 15, "ROWS", "BLOCK", "STAGES")
     for dtype, programs, tile in ((FULL, 1, 2), (HALF, 2, 4), (BF16, 3, 2), (FULL, 4, 1), (FULL, 9, 2)):
@@ -229,52 +207,36 @@ def rmsnorm_backward(kernel, function):
         want_dx, want_dw = torch.autograd.grad(y, leaves, dy.double())
         dx, dw = poisoned(rows, cols, dtype=dtype), poisoned(programs, cols)
         what = f"{rows} x {cols} of {NAMES[dtype]}, {programs} programs, ROWS {tile}, BLOCK {block}"
-        args = (
-            dy,
-            x,
-            weight,
-            within(rstd.detach().float()),
-            dx,
-            dw,
-            *(t.stride(0) for t in (dy, x, dx, dw)),
-            rows,
-            cols,
-        )
-        w = kernel.run((programs,), *args, ROWS=tile, BLOCK=block, STAGES=2, what=what)
-        core.close(dx, want_dx, f"dx, {what}", rtol=RTOL[dtype], atol=5e-5)
-        core.close(dw.double().sum(0), want_dw, f"dw summed over its {programs} rows, {what}", 2e-5, 2e-4)
-        kernel.once(w, {0: "dy", 1: "x"}, {4: "dx", 5: "dw"}, what)
-        kernel.loads_at_most(w, 2, programs * cols, "w", what)
+        args = dy, x, weight, within(rstd.detach().float()), dx, dw, *(t.stride(0) for t in (dy, x, dx, dw))
+        counts = {"once": ({0: "dy", 1: "x"}, {4: "dx", 5: "dw"}), "limits": {2: programs * cols}}
+        meta = {"ROWS": tile, "BLOCK": block, "STAGES": 2}
+        kernel.run((programs,), *args, rows, cols, **meta, what=what, **counts)
+        close(dx, want_dx, f"dx, {what}", rtol=RTOL[dtype], atol=5e-5)
+        close(dw.double().sum(0), want_dw, f"dw summed over its {programs} rows, {what}", 2e-5, 2e-4)
     kernel.compiles()
-    core.require(inspect.isclass(function) and issubclass(function, torch.autograd.Function),
+    require(inspect.isclass(function) and issubclass(function, torch.autograd.Function),
                  f"expected a class from torch.autograd.Function, got {core.kind(function)}")  # fmt: skip
     for case, dtype, eps in (("dy of its own", FULL, 0.3), ("the dy of y.sum()", HALF, 0.2)):
         leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(6, 37), torch.randn(37) + 1)]
         dy = torch.randn(6, 37).to(dtype) if "own" in case else torch.ones(1, dtype=dtype).expand(6, 37)
-        wide, got, what = (
-            [t.detach().double().requires_grad_() for t in leaves],
-            [],
-            f"RMSNorm, {case}, eps {eps}",
-        )
+        got, what = [], f"RMSNorm, {case}, eps {eps}"
+        wide = [t.detach().double().requires_grad_() for t in leaves]
         watched(lambda: got.append(function.apply(*leaves, eps)), "RMSNorm.forward", what)  # noqa: B023
         want = norm(*wide, eps)[0]
-        core.close(got[0], want, f"y, {what}", RTOL[dtype])
+        close(got[0], want, f"y, {what}", RTOL[dtype])
         watched(lambda: got.extend(torch.autograd.grad(got[0], leaves, dy)), "RMSNorm.backward", what)  # noqa: B023
-        for name, x, g, w in zip(
-            ("dx", "dw"), leaves, got[1:], torch.autograd.grad(want, wide, dy.double()), strict=True
-        ):
-            core.close(g, w, f"{name}, {what}", rtol=2 * RTOL[dtype], atol=1e-4 if dtype == FULL else 1e-3)
+        grads = torch.autograd.grad(want, wide, dy.double())
+        for name, x, g, true in zip(("dx", "dw"), leaves, got[1:], grads, strict=True):
+            close(g, true, f"{name}, {what}", rtol=2 * RTOL[dtype], atol=1e-4 if dtype == FULL else 1e-3)
             core.equal(str(g.dtype), str(x.dtype), f"the dtype of {name}, {what}")
 
 
-@core.exercise(
-    "triton.5", "right for sizes that are no multiples of the blocks, any strides, fp32, fp16 and bf16"
-)
+@exercise("triton.5", "right for ragged sizes, any strides, fp32, fp16 and bf16")
 def matmul(answer):
     kernel = Kernel(answer, 15, "BLOCK_M", "BLOCK_N", "BLOCK_K")
     for trial, dtype in enumerate((FULL, HALF, BF16, FULL, HALF)):
         bm, bn, bk = random.sample((16, 32, 64), 3) if trial < 3 else random.choices((16, 32), k=3)
-        # Ragged, of two by three tiles first; long sums, where low precision shows; whole tiles; less than a tile.
+        # Ragged sizes; the second has long sums, where low precision shows; whole tiles; less than a tile.
         m = (1 + (trial > 0) * random.randrange(2)) * bm + random.randrange(1, bm)
         n = (2 - (trial > 0) * random.randrange(2)) * bn + random.randrange(1, bn)
         k = (512 // bk if trial == 1 else random.choice((1, 2))) * bk + random.randrange(1, bk)
@@ -287,39 +249,23 @@ def matmul(answer):
         c = poisoned(m, n, dtype=FULL if dtype == HALF else dtype, transposed=trial == 2)
         grid, tile = (-(-m // bm), -(-n // bn)), {"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_K": bk}
         what = f"{m} x {k} by {k} x {n} of {NAMES[dtype]}, tiles {bm} x {bn}, BLOCK_K {bk}"
-        w = kernel.run(grid, a, b, c, m, n, k, *a.stride(), *b.stride(), *c.stride(), **tile, what=what)
-        size = (
-            (a.double().abs() @ b.double().abs()).max().item()
-        )  # of what the sums of a tile can lose a part
-        core.close(c, a.double() @ b.double(), f"c, {what}", rtol=RTOL[c.dtype], atol=2e-6 * size)
-        kernel.once(w, {}, {2: "c"}, what)
-        kernel.loads_at_most(w, 0, grid[0] * bm * k * grid[1], "a", what)
-        kernel.loads_at_most(w, 1, grid[1] * bn * k * grid[0], "b", what)
+        args, once = (a, b, c, m, n, k, *a.stride(), *b.stride(), *c.stride()), ({}, {2: "c"})
+        limits = {0: grid[0] * bm * k * grid[1], 1: grid[1] * bn * k * grid[0]}
+        kernel.run(grid, *args, **tile, what=what, once=once, limits=limits)
+        size = (a.double().abs() @ b.double().abs()).max().item()  # the sums of a tile can lose a part of it
+        close(c, a.double() @ b.double(), f"c, {what}", rtol=RTOL[c.dtype], atol=2e-6 * size)
     kernel.compiles()
 
 
-@core.exercise(
-    "triton.6", "every tile once, group by group, column by column, for grids that no group divides"
-)
+@exercise("triton.6", "every tile once, group by group, column by column")
 def grouped(answer):
     fn = getattr(answer, "fn", answer)  # under @triton.jit
     core.need_callable(fn)
     shapes = [[random.randrange(1, 9), random.randrange(1, 9), random.randrange(1, 6)] for _ in range(12)]
-    for tiles_m, tiles_n, group in [
-        *shapes,
-        (5, 5, 3),
-        (5, 7, 8),
-        (7, 5, 1),
-        (1, 6, 3),
-        (6, 1, 3),
-        (6, 4, 3),
-    ]:
-        want = [
-            (m, n)
-            for first in range(0, tiles_m, group)
-            for n in range(tiles_n)
-            for m in range(first, min(first + group, tiles_m))
-        ]
+    shapes += [(5, 5, 3), (5, 7, 8), (7, 5, 1), (1, 6, 3), (6, 1, 3), (6, 4, 3)]
+    for tiles_m, tiles_n, group in shapes:
+        want = [(m, n) for first in range(0, tiles_m, group) for n in range(tiles_n)
+                for m in range(first, min(first + group, tiles_m))]  # fmt: skip
         for pid, tile in enumerate(want):
             what = f"the tile of program {pid} of {tiles_m} x {tiles_n} tiles in groups of {group}"
             got = core.parts(core.call(fn, pid, tiles_m, tiles_n, group), "row column", what)
@@ -336,23 +282,18 @@ def grouped(answer):
         tl.store(out_ptr, row)
         tl.store(out_ptr + 1, column)
 
-    numbers = {"out_ptr": torch.zeros(2), "pid": 3, "tiles_m": 5, "tiles_n": 7, "group": 2}
-    if reason := compiled.refusal(tile_kernel, numbers):
-        raise core.Wrong(f"{fn.__name__} is right, but a kernel can't call it: {reason}")
+    given = {"out_ptr": torch.zeros(2), "pid": 3, "tiles_m": 5, "tiles_n": 7, "group": 2}
+    reason = compiled.refusal(tile_kernel, given)
+    require(not reason, f"{fn.__name__} is right, but a kernel can't call it: {reason}")
 
 
-@core.exercise(
-    "triton.7", "loss and gradient as autograd has them, in place; each logit read twice and written once"
-)
+@exercise("triton.7", "loss and gradient as autograd has them, in place; each logit read twice")
 def cross_entropy(answer):
     kernel = Kernel(answer, 7, "BLOCK")
     kinds = ((FULL, 16, 4.0, -600.0), (HALF, 32, 9.0, 0.0), (BF16, 32, 4.0, -60.0), (FULL, 128, 100.0, 0.0),
              (HALF, 64, 4.0, -60.0), (FULL, 32, 1.0, -90.0))  # fmt: skip
     for trial, (dtype, block, wide, offset) in enumerate(kinds):
-        rows, cols = (
-            random.randrange(3, 6),
-            random.choice((random.randrange(33, 64), random.randrange(65, 130), 96)),
-        )
+        rows, cols = random.randrange(3, 6), random.choice((random.randrange(33, 64), 65, 96, 129))
         logits = (wide * torch.randn(rows, cols) + offset).to(dtype)
         target = torch.randint(cols, (rows,))
         target[0], target[1] = cols - 1, 0
@@ -364,16 +305,15 @@ def cross_entropy(answer):
         want = torch.where(target >= 0, F.cross_entropy(before, target.clamp(min=0), reduction="none"), 0.0)
         scale = torch.tensor(random.uniform(0.2, 0.9))
         (grad,) = torch.autograd.grad(want.sum() * scale, before)
-        loss, what = (
+        what = f"{rows} x {cols} of {NAMES[dtype]}, BLOCK {block}" + ", sure of the target" * sure
+        loss, counts = (
             poisoned(rows),
-            f"{rows} x {cols} of {NAMES[dtype]}, BLOCK {block}" + ", sure of the target" * sure,
+            {"once": ({}, {0: "logits", 2: "loss"}), "limits": {0: 2 * rows * cols + rows}},
         )
         args = logits, within(target), loss, scale, logits.stride(0), cols
-        w = kernel.run((rows,), *args, BLOCK=block, what=what, changes=(0,))
+        kernel.run((rows,), *args, BLOCK=block, what=what, changes=(0,), **counts)
         lost = 4e-7 * before.detach().abs().max().item()  # of the sum's logarithm, in fp32
-        core.close(loss, want.detach(), f"loss, {what}", rtol=2e-5, atol=5e-8 if sure else 2e-5 + lost)
+        close(loss, want.detach(), f"loss, {what}", rtol=2e-5, atol=5e-8 if sure else 2e-5 + lost)
         atol = {FULL: 2e-6, HALF: 1e-5, BF16: 1e-4}[dtype] + lost
-        core.close(logits, grad + 0.0, f"the gradient, {what}", rtol=RTOL[dtype], atol=5e-8 if sure else atol)
-        kernel.once(w, {}, {0: "logits", 2: "loss"}, what)
-        kernel.loads_at_most(w, 0, 2 * rows * cols + rows, "logits", what)
+        close(logits, grad + 0.0, f"the gradient, {what}", rtol=RTOL[dtype], atol=5e-8 if sure else atol)
     kernel.compiles()

@@ -20,7 +20,7 @@ def draw_shares(shares):
 
 
 def draw_bars(rates, unit="TB/s", roof=None, title=None):
-    "Horizontal bars of {label: (median, low, high)} with their spread; `roof`, the copy's rate, is a dashed line."
+    "Horizontal bars of {label: (median, low, high)}; `roof`, the copy's rate, is a dashed line."
     fig, ax = show.axes(figsize=(6.8, 1.1 + 0.34 * len(rates)))
     medians = [median for median, *_ in rates.values()]
     spread = [[m - low for m, low, _ in rates.values()], [high - m for m, _, high in rates.values()]]

@@ -1,6 +1,6 @@
 """Answers to the exercises of triton: the course's, right ones of another style, and wrong ones.
 
-Each is the course's own kernel with some text replaced. Triton reads a kernel's source, which `linecache` gives.
+Each is the course's kernel with some text replaced. Triton reads a kernel's source, which `linecache` gives.
 """
 
 import inspect
@@ -85,9 +85,9 @@ class AttributesOfCtx(torch.autograd.Function):
 
 
 ROWS = "tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES)"
-A_RUN = """tl.range(
-        tl.program_id(0) * tl.cdiv(tl.cdiv(rows, ROWS), tl.num_programs(0)),
-        tl.minimum(tl.cdiv(rows, ROWS), (tl.program_id(0) + 1) * tl.cdiv(tl.cdiv(rows, ROWS), tl.num_programs(0))),
+EACH = "tl.cdiv(tl.cdiv(rows, ROWS), tl.num_programs(0))"
+A_RUN = f"""tl.range(
+        tl.program_id(0) * {EACH}, tl.minimum(tl.cdiv(rows, ROWS), (tl.program_id(0) + 1) * {EACH})
     )"""
 SUM5 = 'acc = tl.dot(a, b, acc, input_precision="ieee")'
 LAST4 = "dw_ptr + tl.program_id(0) * dw_stride + at"
@@ -138,14 +138,15 @@ def pythons_integers(pid, tiles_m, tiles_n, group):
     return first + within % height, int(within / height)
 
 
+SAFE = "x - tl.max(x, axis=0)"
 RIGHT = {
     "triton.1": [
-        changed("triton.1", ("x_ptr", "left"), ("y_ptr", "right"), ("mask=mask) + ", "mask=mask, other=0.0) + ")),
+        changed("triton.1", ("x_ptr", "left"), ("y_ptr", "right"), ("mask=mask) +", "mask=mask, other=0.0) +")),
         changed("triton.1", ("tl.program_id(0) * BLOCK", "tl.program_id(0).to(tl.int64) * BLOCK")),
     ],
     "triton.2": [
-        changed("triton.2", ("tl.exp(x - tl.max(x, axis=0))", "tl.exp2((x - tl.max(x, axis=0)) * 1.44269504)")),
-        changed("triton.2", ("e / tl.sum(e, axis=0)", "e * (1.0 / tl.sum(e, axis=0))"), (".to(tl.float32)", "")),
+        changed("triton.2", (f"tl.exp({SAFE})", f"tl.exp2(({SAFE}) * 1.44269504)")),
+        changed("triton.2", ("e / tl.sum(e, axis=0)", "e * (1.0 / tl.sum(e, 0))"), (".to(tl.float32)", "")),
     ],
     "triton.3": [
         changed("triton.3", ("tl.rsqrt(", "1.0 / tl.sqrt(")),
@@ -155,13 +156,15 @@ RIGHT = {
     "triton.4": [backward((ROWS, A_RUN)), (solutions.rmsnorm_backward_kernel, AttributesOfCtx)],
     "triton.5": [
         changed("triton.5", (SUM5, 'acc += tl.dot(a, b, input_precision="ieee")')),
-        changed("triton.5", ("range(0, K, BLOCK_K)", "range(0, tl.cdiv(K, BLOCK_K))"), ("K - start", "K - start * BLOCK_K")),
+        changed("triton.5", ("range(0, K, BLOCK_K)", "range(0, tl.cdiv(K, BLOCK_K))"),
+                ("K - start", "K - start * BLOCK_K")),
     ],
     "triton.6": [the_tutorials, under_jit],
     "triton.7": [
         changed("triton.7", (CHOSEN, ""),
                 ("chosen = 0.0\n", "chosen = tl.load(row_ptr + tl.maximum(target, 0)).to(tl.float32)\n")),
-        changed("triton.7", ("lse = top + tl.log(total)", "log_total = tl.log(total)"), ("lse - chosen", "log_total - (chosen - top)"),
+        changed("triton.7", ("lse = top + tl.log(total)", "log_total = tl.log(total)"),
+                ("lse - chosen", "log_total - (chosen - top)"),
                 ("tl.exp(x - lse)", "tl.exp(x - top) / total")),
     ],
 }  # fmt: skip
@@ -172,7 +175,7 @@ MUTANTS = {
         changed("triton.1", ("at < n", "at < n // BLOCK * BLOCK")),
         changed("triton.1", ("tl.program_id(0) * BLOCK", "tl.program_id(0) * 64")),
         changed("triton.1", ("tl.program_id(0) * BLOCK + ", "")),
-        changed("triton.1", ("x_ptr + at, mask=mask", "x_ptr + at, mask=mask, other=ZERO"), head="ZERO = 0.0\n"),
+        changed("triton.1", ("x_ptr + at, mask", "x_ptr + at, other=ZERO, mask"), head="ZERO = 0.0\n"),
     ],
     "triton.2": [
         changed("triton.2", (', other=-float("inf")', "")),
