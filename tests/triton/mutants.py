@@ -141,7 +141,7 @@ def pythons_integers(pid, tiles_m, tiles_n, group):
 SAFE = "x - tl.max(x, axis=0)"
 RIGHT = {
     "triton.1": [
-        changed("triton.1", ("x_ptr", "left"), ("y_ptr", "right"), ("mask=mask) +", "mask=mask, other=0.0) +")),
+        changed("triton.1", ("x_ptr", "left"), ("y_ptr", "right"), ("mask) +", "mask, other=0.0) +")),
         changed("triton.1", ("tl.program_id(0) * BLOCK", "tl.program_id(0).to(tl.int64) * BLOCK")),
     ],
     "triton.2": [
@@ -211,7 +211,7 @@ MUTANTS = {
     "triton.6": [row_by_row, column_then_row, the_last_group_is_full, a_list_of_tiles, pythons_integers],
     "triton.7": [
         changed("triton.7", ("total * tl.exp(top - new)", "total")),
-        changed("triton.7", ('top = -float("inf")', "top = 0.0")),
+        changed("triton.7", ('top = -float("inf")', "top = -10000.0")),
         changed("triton.7", ("tl.log(total)", "tl.log(total + 1e-6)")),
         changed("triton.7", ("tl.where(target < 0, 0.0, tl.load(scale_ptr))", "tl.load(scale_ptr)")),
         changed("triton.7", ("target < 0", "target == -100")),
