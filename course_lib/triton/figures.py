@@ -1,103 +1,73 @@
-"The drawings of lesson triton and the counting behind them: the lanes of a launch, the order of tiles."
+"The figures of lesson triton: functions of plain data that return a matplotlib figure."
 
 from course_lib import show
+from course_lib.triton import waves
 
-BLUE, RED = show.COLOURS[:2]
-
-
-# --- lanes --------------------------------------------------------------------------
+BLUE, RED, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[6]
 
 
-def lanes(n=19, block=8):
-    """The lanes of a one-dimensional launch over `n` elements in blocks of `block`.
-
-    Returns {"n", "block", "programs", "lanes", "idle", "share"}: the size of the grid, how many lanes it has,
-    how many of them hold no element and must be masked, and which part of all lanes that is.
-    """
-    if n < 1 or block < 1:
-        raise ValueError(f"n is {n} and block is {block}; expected two positive integers")
-    programs = -(-n // block)
-    total = programs * block
-    return {
-        "n": n,
-        "block": block,
-        "programs": programs,
-        "lanes": total,
-        "idle": total - n,
-        "share": (total - n) / total,
-    }
-
-
-def view_lanes(data):
-    "Programs by lanes: each square is a lane with the index of its element; masked lanes are hollow."
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Rectangle
-
-    n, block, programs = data["n"], data["block"], data["programs"]
-    fig, ax = plt.subplots(figsize=(6.8, 1.1 + min(3.6, 0.34 * programs)))
-    size = 8 if block <= 16 and programs <= 10 else 0
-    for p in range(programs):
-        for lane in range(block):
-            i = p * block + lane
-            on = i < n
-            box = Rectangle(
-                (lane + 0.06, p + 0.08),
-                0.88,
-                0.84,
-                fc=BLUE if on else "white",
-                ec=BLUE if on else RED,
-                lw=0.8,
-            )
-            ax.add_patch(box)
-            if size:
-                colour = "white" if on else RED
-                ax.text(lane + 0.5, p + 0.5, f"{i}", ha="center", va="center", fontsize=size, color=colour)
-    ax.set(xlim=(0, block), ylim=(programs, 0), xlabel="lane", ylabel="program")
-    step = max(1, block // 8)
-    ax.set_xticks([x + 0.5 for x in range(0, block, step)], range(0, block, step))
-    step = max(1, programs // 8)
-    ax.set_yticks([y + 0.5 for y in range(0, programs, step)], range(0, programs, step))
+def draw_shares(shares):
+    "Horizontal bars of {machine: % of the copy's rate}; the copy itself is the dashed line at 100 %."
+    fig, ax = show.axes(figsize=(6.8, 1.3 + 0.4 * len(shares)))
+    ax.barh(list(shares), list(shares.values()), color=BLUE)
+    for row, share in enumerate(shares.values()):
+        ax.text(share, row, f" {share:.0f} %", va="center")
+    ax.axvline(100, color=GREY, ls="--", lw=1)
+    ax.invert_yaxis()
     ax.grid(False)
-    ax.set_title(
-        f"n = {n}, BLOCK = {block}: {programs} program{'s' * (programs > 1)}, {data['lanes']} lanes, "
-        f"{data['idle']} masked ({data['share']:.0%})"
-    )
+    ax.set(xlim=(0, 1.15 * max(100, *shares.values())), xlabel="PyTorch's softmax, % of the rate of a copy")
     return fig
 
 
-# --- tiles and waves ----------------------------------------------------------------
+def draw_bars(rates, unit="TB/s", roof=None, title=None):
+    "Horizontal bars of {label: (median, low, high)}; `roof`, the copy's rate, is a dashed line."
+    fig, ax = show.axes(figsize=(6.8, 1.1 + 0.34 * len(rates)))
+    medians = [median for median, *_ in rates.values()]
+    spread = [[m - low for m, low, _ in rates.values()], [high - m for m, _, high in rates.values()]]
+    colours = [RED if label.startswith("yours") else BLUE for label in rates]
+    ax.barh(list(rates), medians, xerr=spread, color=colours, error_kw={"lw": 1, "capsize": 2})
+    top = max([*medians, roof or 0])
+    for row, value in enumerate(medians):
+        ax.text(0.01 * top, row, show.number(value), va="center", color="white", fontweight="bold")
+    if roof:
+        ax.axvline(roof, color=GREY, ls="--", lw=1)
+        ax.text(roof, 1.01, f"copy {roof:.3g}", transform=ax.get_xaxis_transform(), ha="center", va="bottom",
+                fontsize=9, color=GREY)  # fmt: skip
+    ax.invert_yaxis()
+    ax.grid(False)
+    ax.set(xlim=(0, 1.08 * top), xlabel=unit)
+    if title:
+        ax.set_title(title)
+    return fig
 
 
-def grouped(pid, tiles_m, tiles_n, group):
-    """The tile (row, column) of program `pid`: `group` rows of tiles at a time, column by column in each.
+def view_places(data):
+    "Programs by places: each square holds the index of its element; masked places are hollow."
+    from matplotlib.patches import Rectangle
 
-    With a group of 1 tiles are taken row by row. Source: Triton's tutorial on matrix multiplication.
-    """
-    first = pid // (group * tiles_n) * group
-    height = min(tiles_m - first, group)
-    within = pid % (group * tiles_n)
-    return first + within % height, within // height
-
-
-def waves(tiles, wave):
-    """What each wave of `wave` programs needs, as (rows of tiles, columns of tiles): blocks of A and of B.
-
-    `tiles` are the tiles of all programs in order. Programs of one wave run at the same time, so a block that
-    two of them need is fetched from memory once and then found in the cache.
-    """
-    found = []
-    for start in range(0, len(tiles), wave):
-        part = tiles[start : start + wave]
-        found.append((len({m for m, _ in part}), len({n for _, n in part})))
-    return found
+    n, block, programs = data["n"], data["block"], data["programs"]
+    fig, ax = show.axes(figsize=(6.8, 1.1 + min(3.6, 0.34 * programs)))
+    for i in range(programs * block):
+        row, column, on = i // block, i % block, i < n
+        box = (column + 0.06, row + 0.08), 0.88, 0.84
+        ax.add_patch(Rectangle(*box, fc=BLUE if on else "white", ec=BLUE if on else RED, lw=0.8))
+        if block <= 16 and programs <= 10:
+            colour = "white" if on else RED
+            ax.text(column + 0.5, row + 0.5, f"{i}", ha="center", va="center", fontsize=8, color=colour)
+    ax.set(xlim=(0, block), ylim=(programs, 0), xlabel="place in the block", ylabel="program")
+    for axis, size in ((ax.xaxis, block), (ax.yaxis, programs)):
+        step = max(1, size // 8)
+        axis.set_ticks([x + 0.5 for x in range(0, size, step)], range(0, size, step))
+    ax.grid(False)
+    ax.set_title(f"n = {n}, BLOCK = {block}: {programs * block} places, {data['idle']:.0%} of them masked")
+    return fig
 
 
 def draw_orders(orders, wave):
     "Maps of {label: tiles in order}: tiles of the first wave in colour, numbered by program."
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
-    fig, axes = plt.subplots(1, len(orders), figsize=(3.4 * len(orders), 3.7), squeeze=False)
+    fig, axes = show.axes(1, len(orders), figsize=(3.4 * len(orders), 3.7), squeeze=False)
     for ax, (label, tiles) in zip(axes[0], orders.items(), strict=True):
         for pid, (m, n) in enumerate(tiles):
             on = pid < wave
@@ -106,9 +76,7 @@ def draw_orders(orders, wave):
             ax.text(n + 0.5, m + 0.5, f"{pid}", ha="center", va="center", fontsize=8, color=colour)
         a, b = waves(tiles, wave)[0]
         ax.set(xlim=(0, 1 + max(n for _, n in tiles)), ylim=(1 + max(m for m, _ in tiles), 0))
-        ax.set(xlabel="column of tiles", ylabel="row of tiles")
-        ax.set_xticks([])
-        ax.set_yticks([])
+        ax.set(xlabel="tile column: a block of b", ylabel="tile row: a block of a", xticks=[], yticks=[])
         ax.set_aspect("equal")
         ax.grid(False)
         ax.set_title(f"{label}\nfirst wave needs {a} + {b} = {a + b} blocks", fontsize=10)

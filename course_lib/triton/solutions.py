@@ -13,10 +13,10 @@ def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, total, mask=mask)
 
 
-def run_add(x, y, block=256):
-    "The launcher: x + y of two vectors."
+def run_add(x, y, kernel=None, block=1024):
+    "The launcher: x + y of two contiguous vectors."
     out = torch.empty_like(x)
-    add_kernel[(triton.cdiv(x.numel(), block),)](x, y, out, x.numel(), BLOCK=block)
+    (kernel or add_kernel)[(triton.cdiv(x.numel(), block),)](x, y, out, x.numel(), BLOCK=block)
     return out
 
 
@@ -31,12 +31,11 @@ def softmax_kernel(x_ptr, out_ptr, x_stride, out_stride, n_cols, BLOCK: tl.const
     tl.store(out_ptr + row * out_stride + cols, e / tl.sum(e, axis=0), mask=mask)
 
 
-def run_softmax(x):
-    "The launcher: softmax over the rows of a matrix."
-    out = torch.empty_like(x)
-    rows, cols = x.shape
-    block = triton.next_power_of_2(cols)
-    softmax_kernel[(rows,)](x, out, x.stride(0), out.stride(0), cols, BLOCK=block)
+def run_softmax(x, kernel=None, block=None, **meta):
+    "The launcher: softmax over the rows of a matrix. `meta` are launch options: num_warps=8."
+    x = x.contiguous()
+    out, (rows, cols), block = torch.empty_like(x), x.shape, block or triton.next_power_of_2(x.shape[1])
+    (kernel or softmax_kernel)[(rows,)](x, out, x.stride(0), out.stride(0), cols, BLOCK=block, **meta)
     return out
 
 
@@ -53,52 +52,81 @@ def rmsnorm_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, x_stride, y_stride, n_cols, ep
     tl.store(rstd_ptr + row, rstd)
 
 
-def run_rmsnorm(x, w, eps=1e-6):
+def run_rmsnorm(x, w, eps=1e-6, kernel=None):
     "The launcher: (y, rstd) of a matrix, row by row."
-    (rows, cols), y = x.shape, torch.empty_like(x)
+    x = x.contiguous()
+    y, (rows, cols), block = torch.empty_like(x), x.shape, triton.next_power_of_2(x.shape[1])
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(cols)
-    rmsnorm_kernel[(rows,)](x, w, y, rstd, x.stride(0), y.stride(0), cols, eps, BLOCK=block)
+    (kernel or rmsnorm_kernel)[(rows,)](x, w, y, rstd, x.stride(0), y.stride(0), cols, eps, BLOCK=block)
     return y, rstd
 
 
 @triton.jit
+def sum_parts_kernel(parts_ptr, out_ptr, parts, n_cols, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    "out = the sum of the rows of a matrix of at most PARTS rows, BLOCK columns for each program."
+    p, cols = tl.arange(0, PARTS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (p[:, None] < parts) & (cols[None, :] < n_cols)
+    block = tl.load(parts_ptr + p[:, None] * n_cols + cols[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + cols, tl.sum(block, axis=0), mask=cols < n_cols)
+
+
+@triton.jit
 def rmsnorm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr,
-    dy_stride, x_stride, dx_stride, dw_stride, rows, n_cols, BLOCK: tl.constexpr,
-):
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, dy_stride, x_stride, dx_stride, dw_stride, rows, n_cols,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     "dx of every row, and one row of dw for each program; BLOCK >= n_cols."
-    cols = tl.arange(0, BLOCK)
-    mask = cols < n_cols
-    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK,), tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    cols = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(w_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    dw = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & (cols < n_cols)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
         hat = x * rstd
         g = dy * w
-        dx = rstd * (g - hat * tl.sum(g * hat, axis=0) / n_cols)
-        tl.store(dx_ptr + row * dx_stride + cols, dx, mask=mask)
+        mean = tl.sum(g * hat, axis=1)[:, None] / n_cols
+        tl.store(dx_ptr + row * dx_stride + cols, rstd * (g - hat * mean), mask=mask)
         dw += dy * hat
-    tl.store(dw_ptr + tl.program_id(0) * dw_stride + cols, dw, mask=mask)
+    at = tl.arange(0, BLOCK)
+    tl.store(dw_ptr + tl.program_id(0) * dw_stride + at, tl.sum(dw, axis=0), mask=at < n_cols)
 
 
-def run_rmsnorm_backward(dy, x, w, rstd, programs=4):
-    "The launcher: (dx, dw); the partial sums of dw are added here."
-    (rows, cols), dx = x.shape, torch.empty_like(x)
-    dw = torch.empty(programs, cols, dtype=torch.float32, device=x.device)
-    strides = [t.stride(0) for t in (dy, x, dx, dw)]
-    block = triton.next_power_of_2(cols)
-    rmsnorm_backward_kernel[(programs,)](dy, x, w, rstd, dx, dw, *strides, rows, cols, BLOCK=block)
-    return dx, dw.sum(0)
+def run_rmsnorm_backward(dy, x, w, rstd, **meta):
+    "The launcher: (dx, dw). One program for each multiprocessor; the parts of dw are added by a second kernel."
+    dy, x = dy.contiguous(), x.contiguous()  # the dy of y.sum() has strides of 0
+    dx, dw, (rows, cols), block = torch.empty_like(x), torch.empty_like(w), x.shape, triton.next_power_of_2(x.shape[1])
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 3
+    parts = torch.empty(programs, cols, dtype=torch.float32, device=x.device)
+    meta = {"ROWS": max(1, 8192 // block), "STAGES": 3, "num_warps": 8} | meta
+    strides = [t.stride(0) for t in (dy, x, dx, parts)]
+    rmsnorm_backward_kernel[(programs,)](dy, x, w, rstd, dx, parts, *strides, rows, cols, BLOCK=block, **meta)
+    most = triton.next_power_of_2(programs)
+    sum_parts_kernel[(triton.cdiv(cols, 16),)](parts, dw, programs, cols, PARTS=most, BLOCK=16)
+    return dx, dw
+
+
+class RMSNorm(torch.autograd.Function):
+    "y = RMSNorm.apply(x, w, eps), with gradients for x and w."
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        y, rstd = run_rmsnorm(x, w, eps)
+        ctx.save_for_backward(x, w, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *run_rmsnorm_backward(dy, *ctx.saved_tensors), None
 
 
 @triton.jit
 def matmul_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, a_row, a_col, b_row, b_col, c_row, c_col,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     "One tile of c = a @ b for each program of a two-dimensional grid."
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -116,14 +144,15 @@ def matmul_kernel(
     tl.store(c_at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def run_matmul(a, b, block=(32, 32, 32)):
-    "The launcher: a @ b."
-    (M, K), N = a.shape, b.shape[1]
-    c = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    BM, BN, BK = block
-    matmul_kernel[(triton.cdiv(M, BM), triton.cdiv(N, BN))](
-        a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK
-    )
+def run_matmul(a, b, kernel=None, **meta):
+    "The launcher: a @ b. `meta` are BLOCK_M, BLOCK_N, BLOCK_K and launch options."
+    (M, K), N, c = a.shape, b.shape[1], a.new_empty(a.shape[0], b.shape[1])
+
+    def grid(to):
+        i, j = triton.cdiv(M, to["BLOCK_M"]), triton.cdiv(N, to["BLOCK_N"])
+        return (1, 1, i * j) if kernel else (i, j)  # another kernel than yours comes later
+
+    (kernel or matmul_kernel)[grid](a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), **meta)
     return c
 
 
@@ -136,9 +165,9 @@ def grouped(pid, tiles_m, tiles_n, group):
 
 
 @triton.jit
-def xent_kernel(logits_ptr, target_ptr, loss_ptr, stride, n_cols, scale, BLOCK: tl.constexpr):
+def xent_kernel(logits_ptr, target_ptr, loss_ptr, scale_ptr, stride, n_cols, BLOCK: tl.constexpr):
     "The loss of one row for each program; scale times its gradient takes the place of the logits."
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     target = tl.load(target_ptr + row)
     top = -float("inf")
@@ -152,7 +181,7 @@ def xent_kernel(logits_ptr, target_ptr, loss_ptr, stride, n_cols, scale, BLOCK: 
         chosen += tl.sum(tl.where(cols == target, x, 0.0), axis=0)
         top = new
     lse = top + tl.log(total)
-    scale = tl.where(target < 0, 0.0, scale)
+    scale = tl.where(target < 0, 0.0, tl.load(scale_ptr))
     tl.store(loss_ptr + row, tl.where(target < 0, 0.0, lse - chosen))
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -162,11 +191,12 @@ def xent_kernel(logits_ptr, target_ptr, loss_ptr, stride, n_cols, scale, BLOCK: 
         tl.store(row_ptr + cols, scale * tl.where(cols == target, p - 1.0, p), mask=mask)
 
 
-def run_xent(logits, target, block=1024):
-    "The launcher: one loss a row; the logits become the gradient of their mean over the rows that count."
-    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    scale = 1 / max(1, int((target >= 0).sum()))
-    xent_kernel[(len(loss),)](logits, target, loss, logits.stride(0), logits.shape[1], scale, BLOCK=block)
+def run_xent(logits, target, block=8192):
+    "The launcher: a loss for each row; the logits become the gradient of the mean over the rows that count."
+    loss, (rows, cols) = torch.empty(len(logits), dtype=torch.float32, device=logits.device), logits.shape
+    scale = 1 / (target >= 0).sum().clamp(min=1)  # a tensor: a Python number would wait for the GPU
+    block = min(block, triton.next_power_of_2(cols))
+    xent_kernel[(rows,)](logits, target, loss, scale, logits.stride(0), cols, BLOCK=block, num_warps=8)
     return loss
 
 
@@ -174,7 +204,7 @@ EXERCISES = {
     'triton.1': ('add_kernel',),
     'triton.2': ('softmax_kernel',),
     'triton.3': ('rmsnorm_kernel',),
-    'triton.4': ('rmsnorm_backward_kernel',),
+    'triton.4': ('rmsnorm_backward_kernel', 'RMSNorm'),
     'triton.5': ('matmul_kernel',),
     'triton.6': ('grouped',),
     'triton.7': ('xent_kernel',),
