@@ -118,7 +118,7 @@ def batches(source, n, length, steps, seed, device):
 
 
 class Block(models.EncoderLayer):
-    "A transformer layer, normalised before attention and feed-forward; a position sees itself and those before."
+    "A transformer layer that normalises before attention and feed-forward; attention is causal."
 
     def attend(self, x):
         n, t, width = x.shape
