@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib import data, models
+from course_lib import data
 
 
 class Format(NamedTuple):
@@ -117,18 +117,21 @@ def batches(source, n, length, steps, seed, device):
         yield window[:, :-1], window[:, 1:]
 
 
-class Block(models.EncoderLayer):
-    "A transformer layer that normalises before attention and feed-forward; attention is causal."
+class Block(nn.Module):
+    "A transformer layer, normalised before attention and feed-forward; attention is causal; no biases."
 
-    def attend(self, x):
-        n, t, width = x.shape
-        shape = n, t, self.heads, width // self.heads
-        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(n, t, width))
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x):
-        x = x + self.attend(self.norm1(x))
+        n, t, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -139,10 +142,29 @@ class ByteModel(nn.Module):
         super().__init__()
         self.embed, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for table in (self.embed, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, ids):
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+def scheduled(opt, batches, steps, lr):
+    "The batches; before each, its learning rate is set: up to `lr` in 5 % of the steps, then down to zero."
+    for i, batch in enumerate(batches):
+        opt.param_groups[0]["lr"] = lr * min((i + 1) / (0.05 * steps), 1 - i / steps)
+        yield batch
+
+
+@torch.no_grad()
+def validate(net, batches, dtype):
+    "Mean loss of `net` over batches (x, y), under autocast to `dtype` unless that is float32."
+    losses = []
+    for x, y in batches:
+        with torch.autocast(x.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            losses.append(F.cross_entropy(net(x).flatten(0, 1), y.flatten()))
+    return torch.stack(losses).mean().item()

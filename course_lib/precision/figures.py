@@ -12,7 +12,8 @@ def draw_lines(lines, xlabel, ylabel, log="", title="", styles=None):
     fig, ax = show.axes()
     for label, ys in lines.items():
         xs, ys = ys if isinstance(ys, tuple) else (range(len(ys)), ys)
-        ax.plot(xs, ys, (styles or {}).get(label, "-"), label=label)
+        style = (styles or {}).get(label, "-")
+        ax.plot(xs, ys, style, label=label, lw=3 if style == "--" else 1.5)
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
     for axis in log:
         getattr(ax, f"set_{axis}scale")("log", base=2 if axis == "x" else 10)
