@@ -128,7 +128,7 @@ def _drive(answer, factor, growth, backoff, interval):
     theirs = [p.detach().clone().requires_grad_() for p in ours]
     pairs = [*zip(_optimizers(ours), _optimizers(theirs), strict=True)]
     mine = core.call(answer, factor, growth, backoff, interval)
-    known = all(hasattr(mine, name) for name in ("scale", "unscale_", "step", "update", "get_scale"))
+    known = all(hasattr(mine, name) for name in ("scale", "unscale_", "step", "update", "factor"))
     core.require(known, f"expected the class Scaler with its methods, got {core.kind(answer)}")
     ref = torch.amp.GradScaler("cpu", factor, growth, backoff, interval)
     for i, bad in enumerate(_plan(interval)):
@@ -155,7 +155,7 @@ def _drive(answer, factor, growth, backoff, interval):
             core.close(a, b, f"gradients {where}, NaN as 0", atol=1e-9)
         core.call(mine.update)
         ref.update()
-        core.close(mine.get_scale(), ref.get_scale(), f"scale {where}", atol=0)
+        core.close(mine.factor, ref.get_scale(), f"scale {where}", atol=0)
 
 
 def _optimizers(params):

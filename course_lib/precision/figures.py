@@ -115,12 +115,11 @@ def draw_exponents(gradients, names=("fp16", "bf16", "e5m2", "e4m3")):
 
 
 def draw_scaling(losses, scales):
-    "Loss and loss scale of runs, one above the other: {label: losses}, {label: scales}."
+    "Losses of runs, {label: losses}, and below them the loss scales of the last of these runs."
     fig, (top, bottom) = show.axes(nrows=2, figsize=(6.4, 4.2), sharex=True)
     for label, values in losses.items():
         top.plot(values, label=label)
-        if label in scales:
-            bottom.plot(scales[label], drawstyle="steps-post", color=top.lines[-1].get_color())
+    bottom.plot(scales, drawstyle="steps-post", color=top.lines[-1].get_color())
     top.legend()
     top.set(ylabel="loss")
     bottom.set(ylabel="loss scale", xlabel="step")

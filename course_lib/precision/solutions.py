@@ -38,9 +38,6 @@ class Scaler:
         self.good = 0  # good iterations in a row
         self.bad = {}  # for your notes on each optimizer
 
-    def get_scale(self):
-        return self.factor
-
     def scale(self, loss):
         "The loss to call `backward` on."
         return loss * self.factor
@@ -95,10 +92,8 @@ def decode(code, fmt):
     fraction = code & (2**fmt.fraction - 1)
     field = (code >> fmt.fraction) & (2**fmt.exponent - 1)
     sign = -1.0 if code >> (fmt.exponent + fmt.fraction) else 1.0
-    unit = 2 - 2 ** (fmt.exponent - 1) - fmt.fraction
-    if field == 0:
-        return sign * math.ldexp(fraction, unit)
-    return sign * math.ldexp(2**fmt.fraction + fraction, unit + field - 1)
+    leading = 2**fmt.fraction if field else 0
+    return sign * math.ldexp(leading + fraction, max(field, 1) + 1 - 2 ** (fmt.exponent - 1) - fmt.fraction)
 
 
 def encode(x, fmt):
