@@ -114,8 +114,8 @@ def _mean(answer, part, sign):
 
 @core.exercise("precision.3", "scale, skipped steps and weights equal GradScaler's, with two optimizers")
 def scaler(answer):
-    for factor in (2.0, 2.0**17, 2.0 ** random.randrange(6, 10), 2.0 ** random.randrange(10, 14)):
-        _drive(answer, factor, random.choice([2.0, 4.0]), random.choice([0.5, 0.25]), random.randrange(3, 6))
+    for power, growth, backoff in ((1, 4.0, 0.25), (17, 2.0, 0.5), (7, 4.0, 0.5), (12, 2.0, 0.25)):
+        _drive(answer, 2.0**power, growth, backoff, random.randrange(3, 6))
     p = torch.zeros(5, requires_grad=True)
     p.grad, opt, mine = torch.full((5,), 3e38), torch.optim.SGD([p], lr=1e-38), core.call(answer, 2.0)
     core.call(mine.step, opt, mutates=(0,))
@@ -124,11 +124,24 @@ def scaler(answer):
 
 def _drive(answer, factor, growth, backoff, interval):
     ours = [torch.randn(s).requires_grad_() for s in SHAPES]
-    theirs = [p.detach().clone().requires_grad_() for p in ours]
-    pairs = [*zip(_optimizers(ours), _optimizers(theirs), strict=True)]
+    theirs, pairs, plan = [p.detach().clone().requires_grad_() for p in ours], [[], []], []
+    for params in (ours, theirs):
+        groups = [{"params": params[:1]}, {"params": params[1:2], "lr": 0.02}]
+        pairs[0].append(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+        pairs[1].append(torch.optim.Adam(params[2:], lr=0.03))
+    for n in (
+        interval - 1,
+        0,
+        interval,
+        2 * interval,
+        1,
+        2 * interval - 1,
+        9,
+    ):  # good iterations, then a bad one
+        plan += [None] * n + [random.choice([math.inf, -math.inf, math.nan])]
     mine = core.call(answer, factor, growth, backoff, interval)
     ref = torch.amp.GradScaler("cpu", factor, growth, backoff, interval)
-    for i, bad in enumerate(_plan(interval)):
+    for i, bad in enumerate((plan + [None] * 40)[:40]):
         loss, at = torch.randn(()), random.choice([0, 1, 3])
         where = f"after iteration {i + 1} of Scaler({factor:g}, {growth:g}, {backoff:g}, {interval})"
         where += f", {bad} in a gradient of optimizer {at // 2 + 1}" if bad else ", all gradients finite"
@@ -155,19 +168,6 @@ def _drive(answer, factor, growth, backoff, interval):
         core.close(mine.factor, ref.get_scale(), f"scale {where}", atol=0)
 
 
-def _optimizers(params):
-    groups = [{"params": params[:1]}, {"params": params[1:2], "lr": 0.02}]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9), torch.optim.Adam(params[2:], lr=0.03)
-
-
-def _plan(interval):
-    "What is wrong with the gradients of each iteration, None where they are finite."
-    plan = []
-    for n in (interval - 1, 0, interval, 2 * interval, 1, 2 * interval - 1, interval + 1):  # good, then bad
-        plan += [None] * n + [random.choice([math.inf, -math.inf, math.nan])]
-    return (plan + [None] * 40)[:40]
-
-
 @core.exercise("precision.4", "losses, weights and the scaler's calls right in fp32, bf16 and fp16")
 def train_mixed(answer):
     lows, norms = ("float32", "float32", "bfloat16", "float16", "float16"), (0.1, 50.0, 0.02, 0.1, 0.02)
@@ -181,15 +181,16 @@ def train_mixed(answer):
         net = nn.Sequential(nn.Linear(9, 23), nn.Tanh(), nn.Linear(23, 5))
         scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1, enabled=low == "float16")
         want = _trained(net, batches, dtype, accumulate, max_norm, scaler.is_enabled())
-        seen, calls = _watched(net), ("scale", "unscale_", "step", "update")
+        calls, seen = ("scale", "unscale_", "step", "update"), {"forward in": set(), "backward": set()}
+        net.register_forward_hook(functools.partial(_look, seen))
         for name in calls:
             setattr(scaler, name, mock.Mock(wraps=getattr(scaler, name)))
         for p in net.parameters():
             p.grad = torch.randn(p.shape)  # old gradients, to be cleared first
         given = net, torch.optim.SGD(net.parameters(), lr=0.5), iter(batches), dtype, scaler
         losses = core.call(answer, *given, accumulate, max_norm, mutates=range(7))
-        for name, right in (("forward in", low), ("autocast in backward", False)):
-            core.require(seen[name] == {right}, f"{what}: {name}: expected {right}, got {[*seen[name]]}")
+        core.require(seen["forward in"] == {low}, f"{what}: the forward pass was in {[*seen['forward in']]}")
+        core.require(seen["backward"] == {False}, f"{what}: backward ran under autocast; expected it outside")
         core.require(not torch.is_autocast_enabled("cpu"), f"{what}: autocast is still on after the loop")
         for name in calls:
             expected = steps * accumulate if name == "scale" else steps
@@ -207,16 +208,9 @@ def train_mixed(answer):
             core.close(p, w, f"weights at the end ({what}){hint}", rtol=1e-5, atol=loose)
 
 
-def _watched(net):
-    "What is seen in the net's forward pass and in its backward pass."
-    seen = {"forward in": set(), "autocast in backward": set()}
-
-    def hook(module, args, out):
-        seen["forward in"].add(_short(out.dtype))
-        out.register_hook(lambda g: seen["autocast in backward"].add(torch.is_autocast_enabled("cpu")))
-
-    net.register_forward_hook(hook)
-    return seen
+def _look(seen, net, args, out):
+    seen["forward in"].add(_short(out.dtype))
+    out.register_hook(lambda g: seen["backward"].add(torch.is_autocast_enabled("cpu")))
 
 
 def _trained(net, batches, dtype, accumulate, max_norm, scaled):
