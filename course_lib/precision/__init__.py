@@ -1,286 +1,170 @@
-"""Fewer bits: number formats down to the bit, and what keeps training right in them.
-
-Loss scaling, master weights, stochastic rounding, chunked sums and fp8 with a scale for each tensor.
-"""
+"What lesson precision keeps: number formats by their bits, a model of bytes, and the text that it reads."
 
 import math
+import sysconfig
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-# --- Formats ------------------------------------------------------------------------
+from course_lib import data
 
 
 class Format(NamedTuple):
     """A binary floating-point format: one sign bit, `exponent` bits, `fraction` bits.
 
-    With `inf`, the highest exponent is kept for infinities and NaN, as IEEE 754 does. Without, only the
-    code of all ones is NaN, and the rest of the highest exponent holds ordinary numbers.
+    The codes above `top` (without the sign) stand for infinity and NaN: `special` of them. IEEE 754 keeps all
+    codes of the highest exponent for them, e4m3 one, e2m1 none.
     """
 
     name: str
     exponent: int
     fraction: int
-    inf: bool = True
+    special: int
 
     @property
     def bits(self):
         return 1 + self.exponent + self.fraction
 
     @property
-    def lowest(self):
-        "The exponent of the smallest normal number, and of all subnormal ones."
-        return 2 - 2 ** (self.exponent - 1)
-
-    @property
-    def smallest(self):
-        "The smallest positive number, a subnormal one."
-        return 2.0 ** (self.lowest - self.fraction)
+    def top(self):
+        "The code of the largest finite number, as an int."
+        return 2 ** (self.exponent + self.fraction) - 1 - self.special
 
     @property
     def normal(self):
         "The smallest number with the full fraction."
-        return 2.0**self.lowest
+        return 2.0 ** (2 - 2 ** (self.exponent - 1))
+
+    @property
+    def smallest(self):
+        "The smallest positive number, a subnormal one."
+        return self.normal * 2.0**-self.fraction
 
     @property
     def largest(self):
         "The largest finite number."
-        top = 2 ** (self.exponent - 1) - 1
-        if self.inf:
-            return (2 - 2.0**-self.fraction) * 2.0**top
-        return (2 - 2.0 ** (1 - self.fraction)) * 2.0 ** (top + 1)
+        power, steps = divmod(self.top, 2**self.fraction)
+        return math.ldexp(self.normal, power - 1) * (1 + steps * 2.0**-self.fraction)
 
 
 FORMATS = {
     f.name: f
     for f in (
-        Format("fp32", 8, 23),
-        Format("tf32", 8, 10),
-        Format("fp16", 5, 10),
-        Format("bf16", 8, 7),
-        Format("e5m2", 5, 2),
-        Format("e4m3", 4, 3, inf=False),
+        Format("fp32", 8, 23, 2**23),
+        Format("tf32", 8, 10, 2**10),
+        Format("fp16", 5, 10, 2**10),
+        Format("bf16", 8, 7, 2**7),
+        Format("e5m2", 5, 2, 2**2),
+        Format("e4m3", 4, 3, 1),
+        Format("e2m1", 2, 1, 0),
     )
 }
-DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "e5m2": torch.float8_e5m2,
-    "e4m3": torch.float8_e4m3fn,
-}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+          "e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}  # fmt: skip
 
 
-def format_of(name):
-    "The `Format` called `name`; ValueError, which lists the names, where there is none."
-    if name not in FORMATS:
-        raise ValueError(f"no format called {name!r}; choose from {', '.join(FORMATS)}")
-    return FORMATS[name]
-
-
-def encode(x, fmt):
-    """The bits of the number `x` in `fmt`, as an int: the nearest number, of two equally near the even one.
-
-    Past the largest number comes infinity, or NaN in a format that has none. NaN is all ones after the sign.
-    """
-    sign = (math.copysign(1.0, x) < 0) << (fmt.exponent + fmt.fraction)
-    nan = 2 ** (fmt.exponent + fmt.fraction) - 1
-    beyond = (2**fmt.exponent - 1) << fmt.fraction if fmt.inf else nan
-    size = abs(x)
-    if math.isnan(x):
-        return nan
-    if size == 0:
-        return sign
-    if math.isinf(x):
-        return sign | beyond
-    exponent = max(math.frexp(size)[1] - 1, fmt.lowest)
-    steps = round(math.ldexp(size, fmt.fraction - exponent))  # Python rounds halves to the even integer
-    # The leading 1 isn't stored: it adds one to the exponent's field, and so does a carry.
-    return sign | min(((exponent - fmt.lowest) << fmt.fraction) + steps, beyond)
-
-
-def decode(code, fmt):
-    "The number that the bits `code` stand for in `fmt`, as a float."
-    fraction = code & (2**fmt.fraction - 1)
-    field = (code >> fmt.fraction) & (2**fmt.exponent - 1)
-    sign = -1.0 if code >> (fmt.exponent + fmt.fraction) else 1.0
-    if field == 2**fmt.exponent - 1:
-        if fmt.inf:
-            return math.nan if fraction else sign * math.inf
-        if fraction == 2**fmt.fraction - 1:
-            return math.nan
-    if field == 0:
-        return sign * fraction * fmt.smallest
-    return sign * math.ldexp(2**fmt.fraction + fraction, field - 1 + fmt.lowest - fmt.fraction)
-
-
-def rounded(x, name):
-    """A float32 tensor's values rounded to the format called `name`, still in float32.
-
-    fp8 is clamped to its largest number first, as fp8 code does: what torch's own cast does with a number
-    past it has changed between versions.
-    """
-    fmt = format_of(name)
-    if name == "fp32":
-        return x
-    if name == "tf32":  # torch has no such dtype: round the 13 lowest bits away, half to even
-        bits = x.contiguous().view(torch.int32)
-        near = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
-        return torch.where(x.isfinite(), near.view(torch.float32), x)
-    if fmt.bits == 8:
-        x = x.clamp(-fmt.largest, fmt.largest)
-    return x.to(DTYPES[name]).float()
-
-
-def explore(number=0.1, power=0):
-    "How each format holds `number` times 2^power: its bits, the number stored, the relative error."
-    wanted = math.ldexp(number, power)
-    rows = []
+def explore(encode, decode, number=0.1, power=0):
+    "How each format holds `number` times 2^power, by an `encode` and a `decode`: rows for `view_bits`."
+    wanted, rows = math.ldexp(number, power), []
     for fmt in FORMATS.values():
         code = encode(wanted, fmt)
         stored = decode(code, fmt)
-        if not math.isfinite(stored):
-            state = "overflow"
+        if abs(wanted) > fmt.largest:
+            state = "too large"
         elif stored == 0 and wanted:
-            state = "underflow"
+            state = "too small"
         else:
             state = "normal" if abs(stored) >= fmt.normal or not wanted else "subnormal"
-        error = abs(stored - wanted) / abs(wanted) if wanted and math.isfinite(stored) else math.nan
-        rows.append(
-            {
-                "name": fmt.name,
-                "bits": format(code, f"0{fmt.bits}b"),
-                "exponent": fmt.exponent,
-                "stored": stored,
-                "error": error,
-                "state": state,
-            }
-        )
+        error = abs(stored - wanted) / abs(wanted) if wanted else 0.0
+        rows.append({"name": fmt.name, "bits": format(code, f"0{fmt.bits}b"), "exponent": fmt.exponent,
+                     "stored": stored, "error": error, "state": state})  # fmt: skip
     return {"wanted": wanted, "number": number, "power": power, "rows": rows}
 
 
-# --- Loss scaling -------------------------------------------------------------------
+# --- Text, and a model of its bytes ---------------------------------------------------
 
 
-class Scaler:
-    """A dynamic loss scale: backward sees the loss times `scale`, the optimizer gradients divided by it.
+def text(folder=None):
+    """The source of Python's standard library as bytes: uint8 tensors (train, valid), every 20th file valid.
 
-    A step with a gradient that isn't finite is left out, and the scale multiplied by `backoff`. After
-    `interval` good steps in a row it is multiplied by `growth`. ValueError where the scale is no positive
-    finite number; FloatingPointError after `patience` bad steps in a row, since then the scale is not the
-    cause. Method: Micikevicius et al. 2017, with the rules of torch.amp.GradScaler.
+    `folder` is where the library lies, by default where this Python has it. DataError where less than a
+    megabyte is found.
     """
-
-    def __init__(self, scale=2.0**16, growth=2.0, backoff=0.5, interval=2000, patience=100):
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"the loss scale is {scale}; expected a positive finite number, such as 65536")
-        self.scale, self.growth, self.backoff, self.interval = float(scale), growth, backoff, interval
-        self.patience, self.good, self.bad = patience, 0, 0
-
-    def scale_loss(self, loss):
-        "The loss to call `backward` on."
-        return loss * self.scale
-
-    @torch.no_grad()
-    def step(self, optimizer, max_norm=None):
-        """Unscale the gradients, clip them to `max_norm`, step, adapt the scale. True where a step was made.
-
-        It waits for the device once: whether a step is made is decided in Python.
-        """
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for p in params:
-            p.grad.div_(self.scale)
-        finite = not params or bool(torch.stack([p.grad.isfinite().all() for p in params]).all())
-        if not finite:
-            self.good, self.bad = 0, self.bad + 1
-            if self.bad >= self.patience:
-                raise FloatingPointError(
-                    f"{self.bad} steps in a row had gradients that are not finite, the last at a loss scale "
-                    f"of {self.scale:.3g}: the scale is not the cause; look at the loss, the data and the "
-                    "learning rate"
-                )
-            self.scale *= self.backoff
-            return False
-        if max_norm is not None:  # after unscaling: the limit is meant for the gradients as they are
-            torch.nn.utils.clip_grad_norm_(params, max_norm)
-        optimizer.step()
-        self.good, self.bad = self.good + 1, 0
-        if self.good == self.interval:
-            self.good = 0
-            if math.isfinite(self.scale * self.growth):
-                self.scale *= self.growth
-        return True
+    folder = Path(folder or sysconfig.get_path("stdlib"))
+    files = sorted(folder.glob("*.py"))
+    parts = [
+        b"".join(f.read_bytes() for i, f in enumerate(files) if (i % 20 == 0) is v) for v in (False, True)
+    ]
+    if sum(map(len, parts)) < 1_000_000:
+        raise data.DataError(
+            f"this Python's standard library lies in {folder} without its source, which the lesson reads as "
+            "text: use a Python that ships it, as those of python.org, conda and uv do"
+        )
+    return tuple(torch.frombuffer(bytearray(p), dtype=torch.uint8) for p in parts)
 
 
-# --- Weights that remember small steps ----------------------------------------------
+def batches(source, n, length, steps, seed, device):
+    "`steps` batches of `n` random windows of `length` bytes: pairs (bytes, the byte after each), int64."
+    draw = torch.Generator().manual_seed(seed)
+    # All at once: a copy to the GPU at every step would be one more thing to wait for.
+    starts = torch.randint(len(source) - length, (steps, n, 1), generator=draw).to(device)
+    source, offsets = source.to(device), torch.arange(length + 1, device=device)
+    for at in starts:
+        window = source[at + offsets].long()
+        yield window[:, :-1], window[:, 1:]
+
+
+class Block(nn.Module):
+    "A transformer layer, normalised before attention and feed-forward; attention is causal; no biases."
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        n, t, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ByteModel(nn.Module):
+    "A language model of bytes: ids [N, T], T up to `length`, to logits [N, T, 256] of the next byte."
+
+    def __init__(self, layers, width, heads, length):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for table in (self.embed, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def scheduled(opt, batches, steps, lr):
+    "The batches; before each, its learning rate is set: up to `lr` in 5 % of the steps, then down to zero."
+    for i, batch in enumerate(batches):
+        opt.param_groups[0]["lr"] = lr * min((i + 1) / (0.05 * steps), 1 - i / steps)
+        yield batch
 
 
 @torch.no_grad()
-def master_step(low, master, grads, lr, decay=0.0):
-    """One SGD step in place on the fp32 `master` weights, which are then rounded into the `low` ones.
-
-    Three lists of tensors of the same shapes; `low` and `grads` in a 16-bit dtype, a gradient None where
-    there is none. Weight decay is added to the gradient. Method: Micikevicius et al. 2017.
-    """
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is None:
-            continue
-        m.sub_(lr * (g.float() + decay * m))
-        p.copy_(m)
-
-
-def stochastic_round(x, generator=None):
-    """Round float32 to bfloat16, up or down at random, so that the mean is `x` itself.
-
-    Each element goes to one of its two neighbours, the nearer the likelier; what bfloat16 holds exactly
-    stays, and so do infinities and NaN. Method: Gupta et al. 2015.
-    """
-    bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    # A bfloat16 is the upper half of a float32. The lower half says how far x is on its way to the next
-    # one, and a random number of 16 bits added to it carries over exactly that often.
-    up = ((bits + noise) & -(2**16)).view(torch.float32)
-    return torch.where(x.isfinite(), up, x).to(torch.bfloat16)
-
-
-# --- Sums ---------------------------------------------------------------------------
-
-
-def chunked_sum(x, chunk):
-    """The sum of each row of `x` [rows, n], one element after the other, as float32 [rows].
-
-    Within a chunk of `chunk` elements the running sum is kept in x's dtype; the chunks' sums are added in
-    float32. Method: Wang et al. 2018.
-    """
-    total = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
-    for part in x.split(chunk, dim=1):
-        running = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
-        for column in part.unbind(1):
-            running = running + column
-        total = total + running.float()
-    return total
-
-
-# --- fp8 with a scale for each tensor -----------------------------------------------
-
-E4M3_MAX = FORMATS["e4m3"].largest
-
-
-def to_fp8(x):
-    """A tensor as (q, scale): float8_e4m3fn numbers q of x's shape, and one fp32 scale, with x ≈ q * scale.
-
-    The scale puts the largest finite |x| at 448; it is 1 where every element is zero or none is finite, and
-    never 0. An element that is not finite becomes NaN, so that it is still seen downstream. Method:
-    Micikevicius et al. 2022.
-    """
-    x = x.detach().float()
-    finite = x.isfinite()
-    amax = torch.where(finite, x.abs(), 0.0).amax() if x.numel() else x.new_zeros(())
-    scale = torch.where(amax > 0, (amax / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
-    q = torch.where(finite, (x / scale).clamp(-E4M3_MAX, E4M3_MAX), math.nan)
-    return q.to(torch.float8_e4m3fn), scale
-
-
-def from_fp8(q, scale):
-    "The float32 tensor that `to_fp8`'s (q, scale) stand for."
-    return q.float() * scale
+def validate(net, batches, dtype):
+    "Mean loss of `net` over batches (x, y), under autocast to `dtype` unless that is float32."
+    losses = []
+    for x, y in batches:
+        with torch.autocast(x.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            losses.append(F.cross_entropy(net(x).flatten(0, 1), y.flatten()))
+    return torch.stack(losses).mean().item()

@@ -1,800 +1,444 @@
-"Wrong answers to the exercises. Each computes something, and each is what somebody would write."
+"Wrong answers to the exercises, and right ones of another style."
 
+import itertools
 import math
 
+import numpy as np
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from course_lib import precision
 from course_lib.precision import solutions
 
 REFERENCE = {
     number: tuple(getattr(solutions, name) for name in names) for number, names in solutions.EXERCISES.items()
 }
+encode, decode, to_fp8, from_fp8 = solutions.encode, solutions.decode, solutions.to_fp8, solutions.from_fp8
+E4M3 = torch.float8_e4m3fn
+
+# --- precision.1: master weights -----------------------------------------------------------
 
 
-encode, decode = precision.encode, precision.decode
-to_fp8, from_fp8 = precision.to_fp8, precision.from_fp8
-
-# --- precision.1: encode and decode --------------------------------------------------------
-
-
-def _encode(x, fmt, rounding=round, subnormal=True, zero_sign=True, clamp=False, top=None):
-    "The right answer with one part replaced."
-    width = fmt.exponent + fmt.fraction
-    sign, nan = (math.copysign(1, x) < 0) << width, 2**width - 1
-    beyond = (2**fmt.exponent - 1) << fmt.fraction if fmt.inf else nan
-    if top is not None:
-        beyond = top(fmt)
-    size = abs(x)
-    if math.isnan(x):
-        return nan
-    if size == 0:
-        return sign if zero_sign else 0
-    if math.isinf(x):
-        return sign | beyond
-    exponent = max(math.frexp(size)[1] - 1, fmt.lowest)
-    if not subnormal and size < fmt.normal:
-        return sign
-    steps = rounding(math.ldexp(size, fmt.fraction - exponent))
-    code = ((exponent - fmt.lowest) << fmt.fraction) + steps
-    if clamp and code >= beyond:
-        return sign | (beyond - 1)
-    return sign | min(code, beyond)
-
-
-def truncates(x, fmt):
-    return _encode(x, fmt, math.floor)
-
-
-def rounds_halves_up(x, fmt):
-    return _encode(x, fmt, lambda v: math.floor(v + 0.5))
-
-
-def rounds_halves_down(x, fmt):
-    return _encode(x, fmt, lambda v: math.ceil(v - 0.5))
-
-
-def flushes_subnormals(x, fmt):
-    return _encode(x, fmt, subnormal=False)
-
-
-def zero_without_a_sign(x, fmt):
-    return _encode(x, fmt, zero_sign=False)
-
-
-def clamps_to_the_largest(x, fmt):
-    return _encode(x, fmt, clamp=True)
-
-
-def infinity_in_every_format(x, fmt):
-    return _encode(x, fmt, top=lambda f: (2**f.exponent - 1) << f.fraction)
-
-
-def nan_past_the_largest(x, fmt):
-    return _encode(x, fmt, top=lambda f: 2 ** (f.exponent + f.fraction) - 1)
-
-
-def loses_the_carry(x, fmt):
-    code = _encode(x, fmt)
-    down = _encode(x, fmt, math.floor)
-    carried = code >> fmt.fraction != down >> fmt.fraction
-    return down & ~(2**fmt.fraction - 1) if carried and math.isfinite(x) else code
-
-
-def nan_is_infinity(x, fmt):
-    return (2**fmt.exponent - 1) << fmt.fraction if math.isnan(x) else _encode(x, fmt)
-
-
-def half_precision_whatever_is_asked(x, fmt):
-    return _encode(x, precision.FORMATS["fp16"])
-
-
-def no_implicit_one(code, fmt):
-    value = precision.decode(code, fmt)
-    field = (code >> fmt.fraction) & (2**fmt.exponent - 1)
-    if not math.isfinite(value) or field == 0:
-        return value
-    one = math.ldexp(1.0, field - 1 + fmt.lowest)
-    return value - math.copysign(one, value)
-
-
-def implicit_one_for_subnormals(code, fmt):
-    value = precision.decode(code, fmt)
-    field = (code >> fmt.fraction) & (2**fmt.exponent - 1)
-    return value + math.copysign(fmt.normal / 2, value) if field == 0 and value else value
-
-
-def subnormals_one_exponent_too_low(code, fmt):
-    value = precision.decode(code, fmt)
-    field = (code >> fmt.fraction) & (2**fmt.exponent - 1)
-    return value / 2 if field == 0 else value
-
-
-def bias_of_a_power_of_two(code, fmt):
-    return precision.decode(code, fmt) / 2
-
-
-def reads_the_highest_exponent_as_numbers(code, fmt):
-    return precision.decode(code, fmt._replace(inf=False)) if fmt.inf else precision.decode(code, fmt)
-
-
-def keeps_the_highest_exponent_for_infinity(code, fmt):
-    return precision.decode(code, fmt._replace(inf=True))
-
-
-def forgets_the_sign(code, fmt):
-    return abs(precision.decode(code, fmt))
-
-
-def forgets_the_sign_of_zero(code, fmt):
-    return precision.decode(code, fmt) + 0.0
-
-
-# --- precision.2: the loss scaler ----------------------------------------------------------
-
-
-class _Scaler:
+class Masters(solutions.MasterWeights):
     "The right answer in pieces, of which each mutant replaces one."
 
-    def __init__(self, scale=2.0**16, growth=2.0, backoff=0.5, interval=2000):
-        self.scale, self.growth, self.backoff, self.interval = scale, growth, backoff, interval
-        self.good = 0
+    def give(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            m.grad = None if p.grad is None else p.grad.float()
 
-    def params(self, optimizer):
-        return [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    def back(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            p.copy_(m)
 
-    def unscale(self, params):
-        for p in params:
-            p.grad.div_(self.scale)
-
-    def finite(self, params):
-        return all(bool(p.grad.isfinite().all()) for p in params)
-
-    def clip(self, params, max_norm):
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(params, max_norm)
-
-    def update(self, finite):
-        if not finite:
-            self.scale, self.good = self.scale * self.backoff, 0
-            return
-        self.good += 1
-        if self.good == self.interval:
-            self.scale, self.good = self.scale * self.growth, 0
-
-    def step(self, optimizer, max_norm=None):
-        params = self.params(optimizer)
-        self.unscale(params)
-        finite = self.finite(params)
-        if finite:
-            self.clip(params, max_norm)
-            optimizer.step()
-        self.update(finite)
-        return finite
+    @torch.no_grad()
+    def step(self):
+        self.give()
+        self.optimizer.step()
+        self.back()
 
 
-class ClipsBeforeUnscaling(_Scaler):
-    def step(self, optimizer, max_norm=None):
-        params = self.params(optimizer)
-        finite = self.finite(params)
-        if finite:
-            self.clip(params, max_norm)
-        self.unscale(params)
-        if finite:
-            optimizer.step()
-        self.update(finite)
-        return finite
+class BindsNewParameters(Masters):
+    def back(self):
+        self.params = [nn.Parameter(m.to(p.dtype)) for p, m in zip(self.params, self.master, strict=True)]
 
 
-class NeverUnscales(_Scaler):
-    def unscale(self, params):
-        pass
-
-
-class NeverClips(_Scaler):
-    def clip(self, params, max_norm):
-        pass
-
-
-class StepsAnyway(_Scaler):
-    def step(self, optimizer, max_norm=None):
-        params = self.params(optimizer)
-        self.unscale(params)
-        finite = self.finite(params)
-        self.clip(params, max_norm)
-        optimizer.step()
-        self.update(finite)
-        return finite
-
-
-class StepsWithZeros(_Scaler):
-    def step(self, optimizer, max_norm=None):
-        params = self.params(optimizer)
-        self.unscale(params)
-        finite = self.finite(params)
-        for p in params:
-            p.grad.nan_to_num_(0.0, 0.0, 0.0)
-        self.clip(params, max_norm)
-        optimizer.step()
-        self.update(finite)
-        return finite
-
-
-class SeesInfinityOnly(_Scaler):
-    def finite(self, params):
-        return not any(bool(p.grad.isinf().any()) for p in params)
-
-
-class SeesNanOnly(_Scaler):
-    def finite(self, params):
-        return not any(bool(p.grad.isnan().any()) for p in params)
-
-
-class LooksAtTheFirstTensor(_Scaler):
-    def finite(self, params):
-        return bool(params[0].grad.isfinite().all())
-
-
-class LooksAtTheFirstGroup(_Scaler):
-    def params(self, optimizer):
-        return [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
-
-
-class SkipsTheBadTensorOnly(_Scaler):
-    def step(self, optimizer, max_norm=None):
-        params = self.params(optimizer)
-        self.unscale(params)
-        finite = self.finite(params)
-        for p in params:
-            if not p.grad.isfinite().all():
-                p.grad = None
-        self.clip([p for p in params if p.grad is not None], max_norm)
-        optimizer.step()
-        self.update(finite)
-        return finite
-
-
-class NeverStartsCountingAgain(_Scaler):
-    def update(self, finite):
-        if not finite:
-            self.scale *= self.backoff
-            return
-        self.good += 1
-        if self.good == self.interval:
-            self.scale, self.good = self.scale * self.growth, 0
-
-
-class GrowsOneStepLate(_Scaler):
-    def update(self, finite):
-        if finite and self.good == self.interval:
-            self.scale, self.good = self.scale * self.growth, 0
-        if not finite:
-            self.scale, self.good = self.scale * self.backoff, 0
-        else:
-            self.good += 1
-
-
-class GrowsEveryStepAfterTheInterval(_Scaler):
-    def update(self, finite):
-        if not finite:
-            self.scale, self.good = self.scale * self.backoff, 0
-            return
-        self.good += 1
-        if self.good >= self.interval:
-            self.scale *= self.growth
-
-
-class NeverGrows(_Scaler):
-    def update(self, finite):
-        if not finite:
-            self.scale *= self.backoff
-
-
-class AlwaysHalves(_Scaler):
-    def update(self, finite):
-        if not finite:
-            self.scale, self.good = self.scale / 2, 0
-        else:
-            super().update(True)
-
-
-class UnscalesByTheNewScale(_Scaler):
-    def step(self, optimizer, max_norm=None):
-        params = self.params(optimizer)
-        finite = self.finite(params)
-        self.update(finite)
-        self.unscale(params)
-        if finite:
-            self.clip(params, max_norm)
-            optimizer.step()
-        return finite
-
-
-class ReturnsWhetherItSkipped(_Scaler):
-    def step(self, optimizer, max_norm=None):
-        return not super().step(optimizer, max_norm)
-
-
-# --- precision.3: master weights -----------------------------------------------------------
-
-
-@torch.no_grad()
-def low_weights_are_the_truth(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            p.sub_(lr * (g + decay * p))
+class RoundsTheMasterToo(Masters):
+    def back(self):
+        super().back()
+        for p, m in zip(self.params, self.master, strict=True):
             m.copy_(p)
 
 
-@torch.no_grad()
-def master_made_anew_each_step(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.copy_(p)
-            m.sub_(lr * (g.float() + decay * m))
-            p.copy_(m)
+class KeepsTheLastGradient(Masters):
+    def give(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            if p.grad is not None:
+                m.grad = p.grad.float()
 
 
-@torch.no_grad()
-def forgets_to_write_back(low, master, grads, lr, decay=0.0):
-    for m, g in zip(master, grads, strict=True):
-        if g is not None:
-            m.sub_(lr * (g.float() + decay * m))
+class SkipsGradientsOfZero(Masters):
+    def give(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            m.grad = p.grad.float() if p.grad is not None and p.grad.any() else None
 
 
-@torch.no_grad()
-def writes_back_into_the_list(low, master, grads, lr, decay=0.0):
-    for i, (m, g) in enumerate(zip(master, grads, strict=True)):
-        if g is not None:
-            m.sub_(lr * (g.float() + decay * m))
-            rounded = m.to(low[i].dtype)
-            low = [*low[:i], rounded, *low[i + 1 :]]
+class RoundsToBfloat16Always(Masters):
+    def back(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            p.copy_(m.bfloat16())
 
 
-@torch.no_grad()
-def update_computed_in_low_precision(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.sub_((lr * (g + decay * m.to(g.dtype))).float())
-            p.copy_(m)
+class ByData(solutions.MasterWeights):
+    def step(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            m.grad = p.grad if p.grad is None else p.grad.detach().to(torch.float32)
+        self.optimizer.step()
+        for i, m in enumerate(self.master):
+            self.params[i].data[...] = m.data
 
 
-@torch.no_grad()
-def decays_the_rounded_weights(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.sub_(lr * (g.float() + decay * p.float()))
-            p.copy_(m)
+class ByForeach(solutions.MasterWeights):
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.zero_grad()
+        for m, p in zip(self.master, self.params, strict=True):
+            if p.grad is not None:
+                m.grad = torch.empty_like(m).copy_(p.grad)
+        self.optimizer.step()
+        torch._foreach_copy_(self.params, self.master)
 
 
-@torch.no_grad()
-def forgets_the_decay(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.sub_(lr * g.float())
-            p.copy_(m)
+# --- precision.2: stochastic rounding ------------------------------------------------------
 
 
-@torch.no_grad()
-def decays_without_the_rate(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.sub_(lr * g.float() + decay * m)
-            p.copy_(m)
-
-
-@torch.no_grad()
-def climbs(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.add_(lr * (g.float() + decay * m))
-            p.copy_(m)
-
-
-@torch.no_grad()
-def rounds_the_master_too(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.sub_(lr * (g.float() + decay * m))
-            p.copy_(m)
-            m.copy_(p)
-
-
-@torch.no_grad()
-def decays_where_there_is_no_gradient(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        m.sub_(lr * ((0.0 if g is None else g.float()) + decay * m))
-        p.copy_(m)
-
-
-@torch.no_grad()
-def truncates_the_weights(low, master, grads, lr, decay=0.0):
-    for p, m, g in zip(low, master, grads, strict=True):
-        if g is not None:
-            m.sub_(lr * (g.float() + decay * m))
-            cut = 16 if p.dtype == torch.bfloat16 else 13
-            p.copy_((m.view(torch.int32) >> cut << cut).view(torch.float32))
-
-
-# --- precision.4: stochastic rounding ------------------------------------------------------
-
-
-def _bits(x):
-    return x.contiguous().view(torch.int32)
-
-
-def _finish(bits, x):
-    cut = (bits & -(2**16)).view(torch.float32)
-    return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
+def _noisy(x, noise):
+    "x's bits and some noise, the lower half cut off."
+    bits = (x.contiguous().view(torch.int32) + noise) & -(2**16)
+    return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
 
 
 def rounds_to_nearest(x):
     return x.to(torch.bfloat16)
 
 
-def rounds_towards_zero(x):
-    return _finish(_bits(x), x)
-
-
 def a_coin_for_every_number(x):
-    coin = torch.randint(0, 2, x.shape, dtype=torch.int32) * 0xFFFF
-    return _finish(_bits(x) + coin, x)
-
-
-def one_random_number_for_all(x):
-    return _finish(_bits(x) + torch.randint(0, 2**16, (1,), dtype=torch.int32), x)
+    return _noisy(x, torch.randint(0, 2, x.shape, dtype=torch.int32) * 0xFFFF)
 
 
 def one_random_number_for_a_row(x):
-    return _finish(_bits(x) + torch.randint(0, 2**16, (*x.shape[:-1], 1), dtype=torch.int32), x)
+    shape = (*x.shape[:-1], 1) if x.dim() else ()
+    return _noisy(x, torch.randint(0, 2**16, shape, dtype=torch.int32))
 
 
 def the_same_random_numbers_again(x):
-    noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    return _finish(_bits(x) + noise, x)
-
-
-def noise_then_nearest(x):
-    return torch.where(
-        x.isfinite(), (_bits(x) + torch.randint(0, 2**16, x.shape, dtype=torch.int32)).view(torch.float32), x
-    ).to(torch.bfloat16)
+    draw = torch.Generator().manual_seed(0)
+    return _noisy(x, torch.randint(0, 2**16, x.shape, dtype=torch.int32, generator=draw))
 
 
 def eight_random_bits(x):
-    return _finish(_bits(x) + (torch.randint(0, 2**8, x.shape, dtype=torch.int32) << 8), x)
+    return _noisy(x, torch.randint(0, 2**8, x.shape, dtype=torch.int32) << 8)
 
 
-def seventeen_random_bits(x):
-    return _finish(_bits(x) + torch.randint(0, 2**17, x.shape, dtype=torch.int32), x)
+def a_nan_of_other_bits_is_lost(x):
+    noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32)
+    return ((x.contiguous().view(torch.int32) + noise) & -(2**16)).view(torch.float32).to(torch.bfloat16)
 
 
-def gaussian_noise(x):
-    near = x.to(torch.bfloat16)
-    step = (torch.nextafter(near.abs(), torch.tensor(math.inf).bfloat16()) - near.abs()).float()
-    noisy = x + torch.where(near.float() == x, 0.0, 0.3) * torch.randn(x.shape) * step
-    return torch.where(x.isfinite(), noisy, x).to(torch.bfloat16)
+def by_a_random_fraction(x):
+    low = (x.contiguous().view(torch.int32) & -(2**16)).view(torch.float32)
+    high = torch.nextafter(low.bfloat16(), (low * math.inf).bfloat16().nan_to_num()).float()
+    up = torch.rand(x.shape) < ((x - low) / (high - low)).nan_to_num()
+    return torch.where(x.isfinite(), torch.where(up, high, low), x).bfloat16()
 
 
-def _between(x, chance):
-    "Round away from zero with a chance that depends on the part of the way."
-    low = (_bits(x) & -(2**16)).view(torch.float32)
-    part = (_bits(x) & 0xFFFF).float() / 2**16
-    up = torch.rand(x.shape) < chance(part, x)
-    away = (_bits(low) + 2**16).view(torch.float32)
-    return torch.where(x.isfinite() & (part > 0) & up, away, torch.where(x.isfinite(), low, x)).to(
-        torch.bfloat16
-    )
+def by_numpy(x):
+    bits = np.ascontiguousarray(x.numpy()).view(np.uint32)
+    noise = np.random.randint(0, 2**16, size=bits.shape, dtype=np.uint32)
+    cut = np.array(((bits + noise) & np.uint32(0xFFFF0000)).view(np.float32))
+    return torch.where(x.isfinite(), torch.from_numpy(cut).reshape(x.shape), x).bfloat16()
 
 
-def up_means_up_for_negative_numbers_too(x):
-    return _between(x, lambda part, x: torch.where(x < 0, 1 - part, part))
+# --- precision.3: the loss scale -----------------------------------------------------------
 
 
-def the_farther_the_likelier(x):
-    return _between(x, lambda part, x: 1 - part)
+class LooksAtTheFirstGroup(solutions.Scaler):
+    def unscale_(self, optimizer):
+        grads = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+        for g in grads:
+            g.div_(self.factor)
+        self.bad[id(optimizer)] = not all(bool(g.isfinite().all()) for g in grads)
 
 
-def squared_chance(x):
-    return _between(x, lambda part, x: part * part)
+class AdaptsInStep(solutions.Scaler):
+    "The factor changes between two optimizers that step after one backward."
+
+    def step(self, optimizer):
+        super().step(optimizer)
+        super().update()
+
+    def update(self):
+        pass
 
 
-def nan_falls_apart(x):
-    bits = _bits(x) + torch.randint(0, 2**16, x.shape, dtype=torch.int32)
-    return (bits & -(2**16)).view(torch.float32).nan_to_num().to(torch.bfloat16)
+class OneOptimizerStopsTheOther(solutions.Scaler):
+    def step(self, optimizer):
+        if id(optimizer) not in self.bad:
+            self.unscale_(optimizer)
+        if not any(self.bad.values()):
+            optimizer.step()
 
 
-def stays_in_float32(x):
-    return precision.stochastic_round(x).float()
+class UnscalesTwice(solutions.Scaler):
+    def step(self, optimizer):
+        self.unscale_(optimizer)
+        super().step(optimizer)
 
 
-# --- precision.5: chunked sums -------------------------------------------------------------
+class SeesTheNorm(solutions.Scaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self.bad[id(optimizer)] = not math.isfinite(sum(float(g.square().sum()) for g in grads))
 
 
-def sums_in_float32(x, chunk):
-    return x.float().sum(1)
+class NeverCountsAgain(solutions.Scaler):
+    def update(self):
+        good = self.good
+        super().update()
+        if self.good == 0 and good + 1 != self.interval:
+            self.good = good
 
 
-def one_running_sum(x, chunk):
-    return precision.chunked_sum(x, x.shape[1])
+class OfSets:
+    def __init__(self, factor=2.0**16, growth=2.0, backoff=0.5, interval=2000):
+        self.factor, self.rates, self.interval = torch.tensor(factor), (growth, backoff), interval
+        self.streak, self.done, self.over = 0, set(), set()
+
+    def scale(self, loss):
+        return self.factor * loss
+
+    def unscale_(self, optimizer):
+        self.done.add(optimizer)
+        for p in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
+            if p.grad is not None:
+                p.grad *= 1 / self.factor
+                if not torch.isfinite(p.grad).all():
+                    self.over.add(optimizer)
+
+    def step(self, optimizer):
+        if optimizer not in self.done:
+            self.unscale_(optimizer)
+        return None if optimizer in self.over else optimizer.step()
+
+    def update(self):
+        self.streak = 0 if self.over else self.streak + 1
+        if self.over:
+            self.factor = self.factor * self.rates[1]
+        elif self.streak % self.interval == 0:
+            self.factor = self.factor * self.rates[0]
+        self.done, self.over = set(), set()
 
 
-def chunk_sums_added_in_low_precision(x, chunk):
-    total = torch.zeros(x.shape[0], dtype=x.dtype)
-    for part in x.split(chunk, dim=1):
-        running = torch.zeros(x.shape[0], dtype=x.dtype)
-        for column in part.unbind(1):
-            running = running + column
-        total = total + running
-    return total.float()
+class Torchs(torch.amp.GradScaler):
+    def __init__(self, factor=2.0**16, growth=2.0, backoff=0.5, interval=2000):
+        super().__init__("cpu", factor, growth, backoff, interval)
+        self.scale(torch.zeros(()))  # it makes its scale at the first use
+
+    @property
+    def factor(self):
+        return self.get_scale()
 
 
-def drops_the_rest(x, chunk):
-    return precision.chunked_sum(x[:, : x.shape[1] // chunk * chunk], chunk)
+# --- precision.4: the loop -----------------------------------------------------------------
 
 
-def torch_sums_within_the_chunk(x, chunk):
-    return torch.stack([part.sum(1).float() for part in x.split(chunk, dim=1)]).sum(0)
+def _loop(inside=True, backward_inside=False, clip="after", update_each=False, clear_first=True, divide=True):
+    "The right answer with one part replaced."
+
+    def run(net, opt, batches, dtype, scaler, accumulate=1, max_norm=1.0):
+        losses, total = [], 0.0
+        if clear_first:
+            opt.zero_grad()
+        for i, (x, y) in enumerate(batches, 1):
+            cast = torch.autocast(x.device.type, dtype=dtype, enabled=dtype != torch.float32)
+            with cast:
+                logits = net(x).flatten(0, -2)
+            with cast if inside else torch.enable_grad():
+                loss = F.cross_entropy(logits, y.flatten()) / (accumulate if divide else 1)
+            with cast if backward_inside else torch.enable_grad():
+                scaler.scale(loss).backward()
+            total = total + loss.detach()
+            if update_each:
+                scaler.update()
+            if i % accumulate == 0:
+                if clip == "before":
+                    nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+                scaler.unscale_(opt)
+                if clip == "after":
+                    nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+                scaler.step(opt)
+                if not update_each:
+                    scaler.update()
+                opt.zero_grad()
+                losses.append(total)
+                total = 0.0
+        return losses
+
+    return run
 
 
-def float32_within_low_precision_between(x, chunk):
-    total = torch.zeros(x.shape[0], dtype=x.dtype)
-    for part in x.split(chunk, dim=1):
-        total = total + part.float().sum(1).to(x.dtype)
-    return total.float()
+def in_groups(net, opt, batches, dtype, scaler, accumulate=1, max_norm=1.0):
+    batches, kept = iter(batches), []
+    opt.zero_grad(set_to_none=False)
+    while group := list(itertools.islice(batches, accumulate)):
+        parts = []
+        for x, y in group:
+            kind = next(net.parameters()).device.type
+            with torch.amp.autocast(device_type=kind, dtype=dtype, enabled=dtype is not torch.float32):
+                logits = net(x)
+                loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
+            scaler.scale(loss / len(group)).backward()
+            parts.append(loss.detach())
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_([p for g in opt.param_groups for p in g["params"]], max_norm)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad(set_to_none=False)
+        kept.append(torch.stack(parts).mean())
+    return kept
 
 
-def as_many_chunks_as_the_chunk_is_long(x, chunk):
-    return precision.chunked_sum(x, -(-x.shape[1] // chunk))
+def clears_before_a_step(net, opt, batches, dtype, scaler, accumulate=1, max_norm=1.0):
+    out = []
+    for i, (x, y) in enumerate(batches):
+        if i % accumulate == 0:
+            opt.zero_grad()
+            mean = torch.zeros((), device=x.device)
+        with torch.autocast(x.device.type, dtype, enabled=dtype in (torch.float16, torch.bfloat16)):
+            loss = F.cross_entropy(net(x).flatten(0, -2).float(), y.flatten())
+        mean += loss.detach() / accumulate
+        (scaler.scale(loss) / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(net.parameters(), max_norm, foreach=False)
+            scaler.step(opt)
+            scaler.update()
+            out.append(mean)
+    return out
 
 
-def always_in_float16(x, chunk):
-    return precision.chunked_sum(x.half(), chunk)
+# --- precision.5: encode and decode --------------------------------------------------------
 
 
-def always_in_bfloat16(x, chunk):
-    return precision.chunked_sum(x.bfloat16(), chunk)
+def _encode(x, fmt, rounding=round, subnormal=True, saturate=True):
+    sign = (math.copysign(1, x) < 0) << (fmt.exponent + fmt.fraction)
+    lowest = 2 - 2 ** (fmt.exponent - 1)
+    if x == 0 or (abs(x) < fmt.normal and not subnormal):
+        return sign
+    power = max(math.frexp(abs(x))[1] - 1, lowest)
+    code = ((power - lowest) << fmt.fraction) + rounding(math.ldexp(abs(x), fmt.fraction - power))
+    return sign | (min(code, fmt.top) if saturate else code)
 
 
-def result_in_low_precision(x, chunk):
-    return precision.chunked_sum(x, chunk).to(x.dtype)
+def rounds_halves_up(x, fmt):
+    return _encode(x, fmt, lambda v: math.floor(v + 0.5))
 
 
-def never_starts_a_chunk_at_zero(x, chunk):
-    total, running = torch.zeros(x.shape[0]), torch.zeros(x.shape[0], dtype=x.dtype)
-    for part in x.split(chunk, dim=1):
-        for column in part.unbind(1):
-            running = running + column
-        total = running.float()
-    return total
+def flushes_subnormals(x, fmt):
+    return _encode(x, fmt, subnormal=False)
 
 
-def strided_chunks(x, chunk):
-    n = -(-x.shape[1] // chunk)
-    return torch.stack([precision.chunked_sum(x[:, i::n], x.shape[1]) for i in range(n)]).sum(0)
+def goes_past_the_top(x, fmt):
+    return _encode(x, fmt, saturate=False)
 
 
-def sums_the_columns(x, chunk):
-    return precision.chunked_sum(x.t().contiguous(), chunk)
+def through_float32(x, fmt):
+    return encode(float(torch.tensor(x, dtype=torch.float32)), fmt)
+
+
+def subnormals_one_exponent_too_low(code, fmt):
+    value = decode(code, fmt)
+    return value / 2 if abs(value) < fmt.normal else value
+
+
+def keeps_the_highest_exponent_for_infinity(code, fmt):
+    value, field = decode(code, fmt), (code >> fmt.fraction) & (2**fmt.exponent - 1)
+    return math.copysign(math.inf, value) if field == 2**fmt.exponent - 1 else value
+
+
+def by_search(x, fmt):
+    low, high = 0, fmt.top
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if decode(middle, fmt) < abs(x) else (low, middle)
+    near = [c for c in (low - 1, low) if c >= 0]
+    best = min(near, key=lambda c: (abs(decode(c, fmt) - abs(x)), c % 2))
+    return np.int64(best + (1 << (fmt.exponent + fmt.fraction)) * (math.copysign(1, x) < 0))
+
+
+def by_text(code, fmt):
+    bits = format(code, f"0{1 + fmt.exponent + fmt.fraction}b")
+    field, rest = int(bits[1 : 1 + fmt.exponent], 2), int(bits[1 + fmt.exponent :], 2)
+    size = (rest / 2**fmt.fraction + (field > 0)) * 2.0 ** (max(field, 1) - 2 ** (fmt.exponent - 1) + 1)
+    return -size if bits[0] == "1" else size
 
 
 # --- precision.6: fp8 with a scale ---------------------------------------------------------
 
-E4M3 = torch.float8_e4m3fn
 
-
-def _to_fp8(x, amax=lambda x, finite: torch.where(finite, x.abs(), 0.0).amax(), largest=448.0, odd=math.nan):
+def _to_fp8(x, amax=lambda x: x.abs().amax(), floor=lambda s: s.clamp(min=2.0**-126), odd=math.nan):
     "The right answer with one part replaced."
     x = x.float()
     finite = x.isfinite()
-    scale = (amax(x, finite) / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    scale = torch.where(torch.where(finite, x, 0.0).any(), scale, 1.0)
-    q = torch.where(finite, (x / scale).clamp(-448, 448), odd)
-    return q.to(E4M3), scale
-
-
-def no_scale(x):
-    return x.float().clamp(-448, 448).to(E4M3), torch.tensor(1.0)
-
-
-def scale_by_the_other_formats_largest(x):
-    return _to_fp8(x, largest=57344.0)
-
-
-def scale_by_240(x):
-    return _to_fp8(x, largest=240.0)
+    scale = floor(amax(torch.where(finite, x, 0.0)) / 448)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return torch.where(finite, (x / scale).clamp(-448, 448), odd).to(E4M3), scale
 
 
 def largest_without_its_sign(x):
-    return _to_fp8(x, amax=lambda x, finite: torch.where(finite, x, -math.inf).amax().clamp(min=0))
+    return _to_fp8(x, amax=lambda x: x.amax().clamp(min=0))
 
 
-def scale_of_the_mean(x):
-    return _to_fp8(x, amax=lambda x, finite: 3 * torch.where(finite, x.abs(), 0.0).mean())
-
-
-def power_of_two_scale(x):
-    _, scale = _to_fp8(x)
-    scale = torch.exp2(scale.log2().ceil())
-    return torch.where(x.isfinite(), x.float() / scale, math.nan).to(E4M3), scale
-
-
-def divides_zero_by_zero(x):
-    x = x.float()
-    finite = x.isfinite()
-    scale = torch.where(finite, x.abs(), 0.0).amax() / 448
-    return torch.where(finite, x / scale, math.nan).to(E4M3), scale
-
-
-def an_infinity_sets_the_scale(x):
-    x = x.float()
-    scale = (x.abs().amax() / 448).nan_to_num(1.0, 1e30)
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (x / scale).to(E4M3), scale
-
-
-def infinity_becomes_448(x):
-    x = x.float()
-    finite = x.isfinite()
-    _, scale = _to_fp8(x)
-    clamped = (x / scale).clamp(-448, 448)
-    return torch.where(finite | x.isinf(), clamped, math.nan).to(E4M3), scale
+def scale_at_least_1e_12(x):
+    return _to_fp8(x, floor=lambda s: s.clamp(min=1e-12))
 
 
 def odd_numbers_become_zero(x):
     return _to_fp8(x, odd=0.0)
 
 
-def a_scale_for_every_row(x):
-    flat = x.float().reshape(-1, x.shape[-1])
-    scale = (flat.abs().amax(1, keepdim=True) / 448).nan_to_num(1.0).clamp(min=1e-30)
-    return (flat / scale).to(E4M3).view(x.shape), scale
-
-
-def truncates_to_fp8(x):
-    _, scale = _to_fp8(x)
-    v = torch.where(x.isfinite(), x.float() / scale, math.nan)
-    cut = (v.view(torch.int32) >> 20 << 20).view(torch.float32)
-    return torch.where(v.isfinite() & (v.abs() > 0.02), cut, v).to(E4M3), scale
-
-
-def amax_in_bfloat16(x):
-    return _to_fp8(x, amax=lambda x, finite: torch.where(finite, x.abs(), 0.0).amax().bfloat16().float())
-
-
-def the_other_format(x):
+def through_the_other_format(x):
     q, scale = _to_fp8(x)
-    return from_fp8(q, scale).to(torch.float8_e5m2), scale
+    return q.float().to(torch.float8_e5m2).float().to(E4M3), scale
 
 
-def wide_range_narrow_fraction(x):
-    _, scale = _to_fp8(x)
-    v = torch.where(x.isfinite(), x.float() / scale, math.nan)
-    return v.to(torch.float8_e5m2).float().to(E4M3), scale
-
-
-def returns_the_reciprocal(x):
-    q, scale = _to_fp8(x)
-    return q, 1 / scale
-
-
-def divides_coming_back(q, scale):
-    return q.float() / scale
-
-
-def forgets_the_scale_coming_back(q, scale):
-    return q.float()
+def scale_may_vanish(x):
+    return _to_fp8(x, floor=lambda s: s)
 
 
 def comes_back_in_bfloat16(q, scale):
     return (q.to(torch.bfloat16) * scale).to(torch.bfloat16)
 
 
-MUTANTS = {
-    "precision.1": [
-        (truncates, decode),
-        (rounds_halves_up, decode),
-        (rounds_halves_down, decode),
-        (flushes_subnormals, decode),
-        (zero_without_a_sign, decode),
-        (clamps_to_the_largest, decode),
-        (infinity_in_every_format, decode),
-        (nan_past_the_largest, decode),
-        (loses_the_carry, decode),
-        (nan_is_infinity, decode),
-        (half_precision_whatever_is_asked, decode),
-        (encode, no_implicit_one),
-        (encode, implicit_one_for_subnormals),
-        (encode, subnormals_one_exponent_too_low),
-        (encode, bias_of_a_power_of_two),
-        (encode, reads_the_highest_exponent_as_numbers),
-        (encode, keeps_the_highest_exponent_for_infinity),
-        (encode, forgets_the_sign),
-        (encode, forgets_the_sign_of_zero),
-    ],
-    "precision.2": [
-        ClipsBeforeUnscaling,
-        NeverUnscales,
-        NeverClips,
-        StepsAnyway,
-        StepsWithZeros,
-        SeesInfinityOnly,
-        SeesNanOnly,
-        LooksAtTheFirstTensor,
-        LooksAtTheFirstGroup,
-        SkipsTheBadTensorOnly,
-        NeverStartsCountingAgain,
-        GrowsOneStepLate,
-        GrowsEveryStepAfterTheInterval,
-        NeverGrows,
-        AlwaysHalves,
-        UnscalesByTheNewScale,
-        ReturnsWhetherItSkipped,
-    ],
-    "precision.3": [
-        low_weights_are_the_truth,
-        master_made_anew_each_step,
-        forgets_to_write_back,
-        writes_back_into_the_list,
-        update_computed_in_low_precision,
-        decays_the_rounded_weights,
-        forgets_the_decay,
-        decays_without_the_rate,
-        climbs,
-        rounds_the_master_too,
-        decays_where_there_is_no_gradient,
-        truncates_the_weights,
-    ],
-    "precision.4": [
-        rounds_to_nearest,
-        rounds_towards_zero,
-        a_coin_for_every_number,
-        one_random_number_for_all,
-        one_random_number_for_a_row,
-        the_same_random_numbers_again,
-        eight_random_bits,
-        noise_then_nearest,
-        seventeen_random_bits,
-        gaussian_noise,
-        up_means_up_for_negative_numbers_too,
-        the_farther_the_likelier,
-        squared_chance,
-        nan_falls_apart,
-        stays_in_float32,
-    ],
-    "precision.5": [
-        sums_in_float32,
-        one_running_sum,
-        chunk_sums_added_in_low_precision,
-        drops_the_rest,
-        torch_sums_within_the_chunk,
-        float32_within_low_precision_between,
-        as_many_chunks_as_the_chunk_is_long,
-        always_in_float16,
-        always_in_bfloat16,
-        result_in_low_precision,
-        never_starts_a_chunk_at_zero,
-        strided_chunks,
-        sums_the_columns,
-    ],
-    "precision.6": [
-        (no_scale, from_fp8),
-        (scale_by_the_other_formats_largest, from_fp8),
-        (scale_by_240, from_fp8),
-        (largest_without_its_sign, from_fp8),
-        (scale_of_the_mean, from_fp8),
-        (power_of_two_scale, from_fp8),
-        (divides_zero_by_zero, from_fp8),
-        (an_infinity_sets_the_scale, from_fp8),
-        (infinity_becomes_448, from_fp8),
-        (odd_numbers_become_zero, from_fp8),
-        (a_scale_for_every_row, from_fp8),
-        (truncates_to_fp8, from_fp8),
-        (amax_in_bfloat16, from_fp8),
-        (the_other_format, from_fp8),
-        (wide_range_narrow_fraction, from_fp8),
-        (returns_the_reciprocal, from_fp8),
-        (to_fp8, divides_coming_back),
-        (to_fp8, forgets_the_scale_coming_back),
-        (to_fp8, comes_back_in_bfloat16),
-    ],
+def numpy_and_a_float(x):
+    a = x.double().numpy()
+    known = np.isfinite(a)
+    scale = max(float(np.abs(np.where(known, a, 0)).max()) / 448, 2.0**-126)
+    clipped = np.where(known, np.clip(np.where(known, a, 0) / scale, -448, 448), np.nan)
+    return torch.tensor(clipped, dtype=torch.float32).to(E4M3), float(np.float32(scale))
+
+
+def with_a_mask(x):
+    x = x.clone().float()
+    bad = ~torch.isfinite(x)
+    x[bad] = 0
+    scale = torch.maximum(x.abs().max() / 448, torch.tensor(2.0**-126)).reshape(1)
+    x = (x / scale).clamp_(-448, 448)
+    x[bad] = math.nan
+    return x.to(E4M3), scale
+
+
+RIGHT = {
+    "precision.1": [ByData, ByForeach],
+    "precision.2": [by_a_random_fraction, by_numpy],
+    "precision.3": [OfSets, Torchs],
+    "precision.4": [in_groups, clears_before_a_step],
+    "precision.5": [(by_search, decode), (encode, by_text)],
+    "precision.6": [(numpy_and_a_float, lambda q, scale: q.float().mul(scale)), (with_a_mask, from_fp8)],
 }
+MUTANTS = {
+    "precision.1": [BindsNewParameters, RoundsTheMasterToo, KeepsTheLastGradient, SkipsGradientsOfZero,
+                    RoundsToBfloat16Always],
+    "precision.2": [rounds_to_nearest, a_coin_for_every_number, one_random_number_for_a_row,
+                    eight_random_bits, the_same_random_numbers_again, a_nan_of_other_bits_is_lost],
+    "precision.3": [LooksAtTheFirstGroup, AdaptsInStep, OneOptimizerStopsTheOther, UnscalesTwice, SeesTheNorm,
+                    NeverCountsAgain],
+    "precision.4": [_loop(inside=False), _loop(backward_inside=True), _loop(clip="before"),
+                    _loop(divide=False), _loop(update_each=True), _loop(clear_first=False)],
+    "precision.5": [(rounds_halves_up, decode), (flushes_subnormals, decode), (goes_past_the_top, decode),
+                    (through_float32, decode), (encode, subnormals_one_exponent_too_low),
+                    (encode, keeps_the_highest_exponent_for_infinity)],
+    "precision.6": [(largest_without_its_sign, from_fp8), (scale_at_least_1e_12, from_fp8),
+                    (odd_numbers_become_zero, from_fp8), (through_the_other_format, from_fp8),
+                    (scale_may_vanish, from_fp8), (to_fp8, comes_back_in_bfloat16)],
+}  # fmt: skip
