@@ -48,7 +48,7 @@ class _Unknown(TorchDispatchMode):
 @contextlib.contextmanager
 def counting():
     "Count what the block does: gives (`meter.Counts`, names of the operators that may wait or not)."
-    # The outer mode sees what the inner one lets through, and doesn't stand between the learner and the meter.
+    # The outer mode sees what the inner one lets through, and hides no line of the learner from it.
     with _Unknown() as unknown, meter.count(portable=False) as counts:
         yield counts, unknown.names
 
@@ -159,11 +159,11 @@ def simulated_events(queue):
     "The events of a `Queue` as torch.profiler would write them: an operator lies around each wait."
     found = []
     for kind, name, start, duration in queue.spans:
-        rows = {"kernel": [("kernel", name, 0, 7)], "launch": [("cuda_runtime", "cudaLaunchKernel", 1, 1)],
-                "python": [("cpu_op", name, 1, 1)],
-                "wait": [("cpu_op", name, 1, 1), ("cuda_runtime", "cudaStreamSynchronize", 1, 1)]}[kind]  # fmt: skip
+        wait = [("cpu_op", name, 1, 1), ("cuda_runtime", "cudaStreamSynchronize", 1, 1)]
+        rows = {"kernel": [("kernel", name, 0, 7)], "python": wait[:1], "wait": wait}
+        rows["launch"] = [("cuda_runtime", "cudaLaunchKernel", 1, 1)]
         found += [{"ph": "X", "cat": cat, "name": n, "pid": pid, "tid": tid, "ts": start, "dur": duration}
-                  for cat, n, pid, tid in rows]  # fmt: skip
+                  for cat, n, pid, tid in rows[kind]]  # fmt: skip
     return found
 
 
@@ -193,7 +193,7 @@ def step_times(n, noise, drift=0.0, planted=(), longer=0.8, bumps=0.0, seed=0):
     """Made-up step times in seconds around 10 ms: a warm-up, gaussian noise, drift, and planted slow steps.
 
     The first ten steps are up to 30 times too long. `drift` is the level's relative change over the run, a
-    planted step is `longer` (as a part of the level), and one step in 50 has a harmless bump of up to `bumps`.
+    planted step is `longer` (part of the level), and one step in 50 has a harmless bump of up to `bumps`.
     """
     draw, planted = random.Random(seed), set(planted)
     found = []

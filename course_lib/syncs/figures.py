@@ -55,15 +55,15 @@ def draw_traces(traces, zoom=None):
     """Traces one below the other, with the largest gap of each shaded: {title: (events, gap)}.
 
     Host threads are above, the GPU's streams below; `gap` is (start, duration, cause) or None. `zoom` is how
-    many µs to show on each side of the gap, by default everything. Time 0 is where the gap begins.
+    many µs to show on each side of the gap, by default everything. Time 0 is where the gap
+    begins, or the first event.
     """
     fig, axes = show.axes(len(traces), figsize=(7.2, 0.6 + 1.6 * len(traces)), squeeze=False)
     for ax, (title, (events, gap)) in zip(axes[:, 0], traces.items(), strict=True):
         _trace(ax, events, gap, zoom)
-        cause = (f"Python was in {gap[2]}" if gap[2] else "Python was not waiting") if gap else ""
-        what = f"largest gap {gap[1]:,.0f} µs, {cause}" if gap else "no gap"
-        ax.set_title(f"{title}: {what}", fontsize=10)
-    axes[-1, 0].set_xlabel("µs since the gap began")
+        cause = gap and (f"Python was in {gap[2]}" if gap[2] else "Python was not waiting")
+        ax.set_title(title + (f": largest gap {gap[1]:,.0f} µs, {cause}" if gap else ""), fontsize=10)
+    axes[-1, 0].set_xlabel("µs since the gap began" if gap else "µs")
     handles = {
         label: h for ax in axes[:, 0] for h, label in zip(*ax.get_legend_handles_labels(), strict=True)
     }
@@ -75,18 +75,24 @@ def _trace(ax, events, gap, zoom):
     zero = gap[0] if gap else min(e["ts"] for e in events)
     kinds = {"kernel": "GPU", "gpu_memcpy": "GPU", "gpu_memset": "GPU", "cpu_op": "operator",
              "cuda_runtime": "call", "cuda_driver": "call"}  # fmt: skip
-    layers = {"operator": ("operator of PyTorch", "#CCCCCC", 0.8), "call": ("call of CUDA", show.COLOURS[0], 0.45),
-              "wait": ("call that waits", show.COLOURS[1], 0.45),
-              "GPU": ("the GPU works", show.COLOURS[2], 0.8)}  # fmt: skip
+    layers = {
+        "operator": ("operator of PyTorch", "#CCCCCC", 0.8),
+        "call": ("call of CUDA", show.COLOURS[0], 0.45),
+        "wait": ("call that waits", show.COLOURS[1], 0.45),
+        "GPU": ("the GPU works", show.COLOURS[2], 0.8),
+    }
     low, high = (-zoom, gap[1] + zoom) if zoom and gap else (-1e18, 1e18)
     shown = [
         e for e in events if e["cat"] in kinds and e["ts"] - zero < high and e["ts"] + e["dur"] - zero > low
     ]
     lanes = sorted({(kinds[e["cat"]] == "GPU", str(e["tid"])) for e in shown})
     for kind, (label, colour, height) in layers.items():
-        waiting = kind == "wait"
-        mine = [e for e in shown if kinds[e["cat"]] == ("call" if waiting else kind)
-                and (kind not in ("call", "wait") or e["name"].endswith("Synchronize") == waiting)]  # fmt: skip
+        mine = [e for e in shown if kinds[e["cat"]] == kind]
+        if kind in ("call", "wait"):
+            waits = kind == "wait"
+            mine = [
+                e for e in shown if kinds[e["cat"]] == "call" and e["name"].endswith("Synchronize") == waits
+            ]
         if mine:
             ax.barh([lanes.index((kind == "GPU", str(e["tid"]))) for e in mine], [e["dur"] for e in mine],
                     left=[e["ts"] - zero for e in mine], height=height, color=colour, edgecolor="white",
@@ -115,7 +121,7 @@ def draw_ratios(ratios, xlabel, ylabel):
 
 
 def draw_ladder(ms):
-    "Milliseconds of a step after each change, as bars with the fastest and slowest round: {change: [ms, ...]}."
+    "ms of a step after each change, as bars with the fastest and slowest round: {change: [ms, ...]}."
     fig, ax = show.axes(figsize=(7.2, 0.7 + 0.42 * len(ms)))
     medians = [statistics.median(t) for t in ms.values()]
     spread = [[m - min(t) for m, t in zip(medians, ms.values(), strict=True)],
