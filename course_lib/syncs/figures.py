@@ -101,7 +101,9 @@ def _trace(ax, events, gap, zoom):
         ax.axvspan(0, gap[1], color=show.COLOURS[4], alpha=0.35, lw=0, label="largest gap")
     if zoom and gap:
         ax.set_xlim(low, high)
-    ax.set_yticks(range(len(lanes)), ["GPU" if gpu else "Python" for gpu, _ in lanes])
+    main = {str(e["tid"]) for e in shown if e["tid"] == e["pid"]}  # others are autograd's threads
+    labels = ["GPU" if gpu else "Python" if tid in main else "autograd" for gpu, tid in lanes]
+    ax.set_yticks(range(len(lanes)), labels)
     ax.set_ylim(len(lanes) - 0.4, -0.6)
     ax.grid(False)
 
