@@ -1,28 +1,56 @@
-"""What makes Python wait for a GPU, found on a machine that has none.
+"""What lesson syncs keeps out of its cells: the finder of syncs, a simulated queue, traces, made-up data.
 
-`find` names the lines. `WAITS` and `GOES_ON` are lines of code that do make Python wait and that don't, and
-three witnesses say so: `finder_waits`, `fake_waits` and, where there is a GPU, `driver_waits`.
+`find` names the lines on which Python would wait for a GPU, on a machine that has none. `Queue` is a GPU's
+queue with a virtual clock: the same program gives the same times on every machine. Its times are in µs.
 """
 
-import math
-import warnings
+import contextlib
+import json
+import random
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import meter
-from course_lib.syncs.loops import pool, train
-from course_lib.syncs.nan import CopyWatch, NanWatch
-from course_lib.syncs.slow import SlowSteps
-from course_lib.syncs.trace import Gap, TraceError, largest_gap
-
-__all__ = [
-    "GOES_ON", "WAITS", "CopyWatch", "Gap", "NanWatch", "SlowSteps", "TraceError", "Wait", "driver_waits",
-    "fake_waits", "find", "finder_waits", "largest_gap", "pool", "report", "train",
-]  # fmt: skip
+from course_lib.meter import operators
+from course_lib.meter.counting import WAITS
 
 # --- Finding what waits -------------------------------------------------------------
+
+# Off meter's portable list and known to go on; a word stands for every name that holds it.
+GOES_ON = ("_foreach", "_fused_", "dropout", "bernoulli", "batch_norm", "group_norm", "scaled_dot_product",
+           "bucketize", "searchsorted", "cummax", "cummin", "local_scalar_dense", "pool")  # fmt: skip
+# On the list by name, but these forms read a tensor's values to learn a size or to check a range.
+READING_FORMS = {("linspace", "Tensor"), ("normal", "Tensor"), ("normal", "float_Tensor")}
+
+
+class _Unknown(TorchDispatchMode):
+    "Collects the operators of which nobody here knows whether they wait."
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        op, form = operators.name(func), func._overloadname
+        listed = op in operators.PORTABLE or op in WAITS or torch.Tag.pointwise in func.tags
+        known = listed or operators.is_free(func) or any(word in op for word in GOES_ON)
+        reads = any(op == name and form.startswith(start) for name, start in READING_FORMS)
+        if func.namespace == "aten" and (reads or not known) and op not in self.names:
+            self.names.append(op)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counting():
+    "Count what the block does: gives (`meter.Counts`, names of the operators that may wait or not)."
+    # The outer mode sees what the inner one lets through, and hides no line of the learner from it.
+    with _Unknown() as unknown, meter.count(portable=False) as counts:
+        yield counts, unknown.names
 
 
 class Wait(NamedTuple):
@@ -33,22 +61,18 @@ class Wait(NamedTuple):
     code: str
 
 
-def places(counts):
-    "Where and in which code Python waited, as a list with an element for each sync of meter's counts."
-    return list(zip(counts.where, counts.code, strict=True))
-
-
 def find(fn, *args, **kwargs):
-    """Call `fn` once and name every line on which Python would wait for a GPU: `Wait`s, in the order met.
+    """Call `fn` once: the lines on which Python would wait for a GPU, `Wait`s in the order met.
 
-    Needs no GPU, for it counts what the program asks (`meter.count`) and not what a driver does. It sees what
-    leaves the GPU and what has a size that depends on values: item, float, if, print, tolist, cpu, nonzero,
-    a boolean mask as an index, unique, equal, …, in the backward pass too. It doesn't see other threads,
-    compiled code and torch.cuda.synchronize, nor, on a machine without a GPU, copies to it.
+    It sees what leaves the GPU and what has a size that depends on values, in the backward pass too. An
+    operator that is on no list stands at the end, as "may wait". It doesn't see other threads, compiled code,
+    torch.cuda.synchronize, nor, on a machine without a GPU, copies to it.
     """
-    with meter.count(portable=False) as counts:
+    with counting() as (counts, unknown):
         fn(*args, **kwargs)
-    return [Wait(where, n, code) for (where, code), n in Counter(places(counts)).items()]
+    found = Counter(zip(counts.where, counts.code, strict=True))
+    waits = [Wait(where, n, code) for (where, code), n in found.items()]
+    return waits + [Wait("may wait", 1, f"operator {name}") for name in unknown]
 
 
 def report(found):
@@ -61,116 +85,120 @@ def report(found):
     return "\n".join([*lines, f"{n} sync{'s' * (n != 1)} on {len(found)} line{'s' * (len(found) != 1)}"])
 
 
-# One line each; x is [4, 5], index [4] (int64), mask [4, 5] (bool), p a parameter with a gradient.
-WAITS = [
-    "x.sum().item()",
-    "float(x[0, 0])",
-    "f'{x.sum():.2f}'",
-    "str(x)",
-    "x.tolist()",
-    "x.cpu()",
-    "x.to('cpu')",
-    "1 if x.sum() > 0 else 2",
-    "assert x.isfinite().all()",
-    "3 in index",
-    "max(x[0, 0], x[0, 1])",
-    "math.sqrt(x[0, 0] ** 2)",
-    "range(index[0])",
-    "x[:index[3]]",
-    "x[index[1]]",
-    "x.nonzero()",
-    "torch.where(mask)",
-    "x[mask]",
-    "y = x.clone(); y[mask] = x[0, 0]",
-    "x.masked_select(mask)",
-    "x.unique()",
-    "torch.bincount(index)",
-    "x.repeat_interleave(index, 0)",
-    "torch.equal(x, x + 1)",
-    "torch.allclose(x, x + 1)",
-    "torch.tensor([x[0, 0], x[0, 1]])",
-    "torch.linalg.inv(x[:, :4])",
-    "torch.nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)",
-]
-GOES_ON = [
-    "x + 1",
-    "x.shape[0] * len(x) + x.numel()",
-    "x.sum() > 0",
-    "x.isnan().any()",
-    "x.detach()",
-    "sum(x[0])",
-    "[row + 1 for row in x]",
-    "x.argmax()",
-    "x[index]",
-    "x[index[1:2]]",
-    "torch.where(mask, x, 0.0)",
-    "x.masked_fill(mask, 0.0)",
-    "y = x.clone(); y[mask] = 1.0",
-    "x.repeat_interleave(index, 0, output_size=5)",
-    "torch.maximum(x[0, 0], x[0, 1])",
-    "torch.stack([x[0, 0], x[0, 1]])",
-    "x.to(torch.float64)",
-    "x.to(x.device)",
-    "x.to('cpu', non_blocking=True)",
-    "torch.zeros(3, device=x.device)",
-    "x.cumsum(0)",
-    "torch.nn.utils.clip_grad_norm_([p], 1.0)",
-]
+# --- A simulated queue --------------------------------------------------------------
 
 
-def _names(device):
-    x = torch.randn(4, 5, device=device)
-    index = torch.tensor([2, 1, 0, 2], device=device)
-    mask = torch.arange(20, device=device).view(4, 5) % 3 == 0
-    p = torch.nn.Parameter(torch.ones(3, device=device))
-    p.grad = torch.ones(3, device=device)
-    return {"torch": torch, "math": math, "x": x, "index": index, "mask": mask, "p": p}
+class Span(NamedTuple):
+    'A stretch of time; `kind` is "launch", "wait" or "python" (on the host), or "kernel" (on the GPU).'
+
+    kind: str
+    name: str
+    start: float
+    duration: float
 
 
-def finder_waits(code, device="cpu"):
-    "Does `find` say that a line of `WAITS` or `GOES_ON` makes Python wait?"
-    names = _names(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bool(find(exec, compile(code, "line", "exec"), names))
+class Queue:
+    """One host thread and one stream of a GPU, in µs.
 
-
-def fake_waits(code):
-    """The same by a witness that knows nothing of `find`: fake tensors, "on cuda" where there is no GPU.
-
-    They have shapes and no values, so that whatever needs a value must fail. None where fakes can't tell: a
-    line whose result has a known shape may wait all the same, and a fake can't be printed or copied.
+    `enqueue` is what a launch costs Python, `round_trip` how long after the result is there Python continues.
+    `now` is Python's clock, `free` when the queue runs empty.
     """
-    from torch._subclasses import fake_tensor as fake
 
-    # Their results' shapes are known without waiting, or they are Python calls that fakes don't take.
-    if any(word in code for word in ("str(", "f'", "tolist", "cpu", "y[mask] = x", "torch.tensor", "linalg",
-                                     "allclose", "error_if")):  # fmt: skip
-        return None
-    with fake.FakeTensorMode():
-        names = _names("cuda")
-        try:
-            exec(compile(code, "line", "exec"), names)
-        except (fake.DataDependentOutputException, fake.DynamicOutputShapeException):
-            return True
-    return False
+    def __init__(self, enqueue=10.0, round_trip=10.0):
+        self.enqueue, self.round_trip = enqueue, round_trip
+        self.now = self.free = 0.0
+        self.spans = []
+
+    def launch(self, kernel, name="kernel"):
+        "Queue a kernel of that many µs; it starts when it is launched and those before it are done."
+        self.python(self.enqueue, "launch", "launch")
+        start = max(self.now, self.free)
+        self.spans.append(Span("kernel", name, start, kernel))
+        self.free = start + kernel
+
+    def synchronize(self, name="aten::item"):
+        "Wait until the queue is empty."
+        self.python(max(0.0, self.free - self.now) + self.round_trip, name, "wait")
+
+    def python(self, microseconds, name, kind="python"):
+        "Time in which Python does something."
+        self.spans.append(Span(kind, name, self.now, microseconds))
+        self.now += microseconds
+
+    @property
+    def total(self):
+        "When both are done."
+        return max(self.now, self.free)
 
 
-def driver_waits(code):
-    "The same by the GPU's driver: torch.cuda.set_sync_debug_mode makes a wait an error."
-    names = _names("cuda")
-    compiled = compile(code, "line", "exec")
-    exec(compiled, dict(names))  # the first call may set up a library, and wait for that
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        exec(compiled, dict(names))
-    except RuntimeError as e:
-        if "synchroniz" not in str(e):
-            raise
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return False
+def explore(enqueue=8, kernel=12, sync_every=1):
+    "The explorer's data: 24 kernels with a sync after each `sync_every` of them (0: never), and without."
+    queue, clean = Queue(enqueue), Queue(enqueue)
+    for i in range(1, 25):
+        queue.launch(kernel)
+        clean.launch(kernel)
+        if sync_every and i % sync_every == 0:
+            queue.synchronize()
+    busy = 24 * kernel / queue.total
+    return {"spans": queue.spans, "total": queue.total, "slower": queue.total / clean.total, "busy": busy,
+            "sync_every": sync_every}  # fmt: skip
+
+
+# --- Traces: events as torch.profiler exports them ----------------------------------
+
+
+def events(prof):
+    "The events of a `torch.profiler.profile` that have a duration, as dicts (times in µs)."
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        prof.export_chrome_trace(str(path))
+        return [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+
+
+def simulated_events(queue):
+    "The events of a `Queue` as torch.profiler would write them: an operator lies around each wait."
+    found = []
+    for kind, name, start, duration in queue.spans:
+        wait = [("cpu_op", name, 1, 1), ("cuda_runtime", "cudaStreamSynchronize", 1, 1)]
+        rows = {"kernel": [("kernel", name, 0, 7)], "python": wait[:1], "wait": wait}
+        rows["launch"] = [("cuda_runtime", "cudaLaunchKernel", 1, 1)]
+        found += [{"ph": "X", "cat": cat, "name": n, "pid": pid, "tid": tid, "ts": start, "dur": duration}
+                  for cat, n, pid, tid in rows[kind]]  # fmt: skip
+    return found
+
+
+# --- Made-up data -------------------------------------------------------------------
+
+
+def batches(n, size=64, inputs=64, classes=10, device="cpu"):
+    "n random batches (x [size, inputs], y [size]) on a device; one label in eight is missing (-1)."
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(n, size, inputs, generator=draw)
+    y = torch.randint(classes, (n, size), generator=draw)
+    y[torch.rand(n, size, generator=draw) < 1 / 8] = -1
+    y[:, 0] = 1
+    return list(zip(x.to(device), y.to(device), strict=True))
+
+
+def ragged(n, longest=64, width=32, device="cpu"):
+    "Random x [n, longest, width] and lengths [n] between 1 and longest; NaN past each length."
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(n, longest, width, generator=draw)
+    lengths = torch.randint(1, longest + 1, (n,), generator=draw)
+    x[torch.arange(longest) >= lengths[:, None]] = torch.nan
+    return x.to(device), lengths.to(device)
+
+
+def step_times(n, noise, drift=0.0, planted=(), longer=0.8, bumps=0.0, seed=0):
+    """Made-up step times in seconds around 10 ms: a warm-up, gaussian noise, drift, and planted slow steps.
+
+    The first ten steps are up to 30 times too long. `drift` is the level's relative change over the run, a
+    planted step is `longer` (part of the level), and one step in 50 has a harmless bump of up to `bumps`.
+    """
+    draw, planted = random.Random(seed), set(planted)
+    found = []
+    for i in range(n):
+        level = 0.01 * (1 + drift * i / n) * (1 + 30 * 0.4**i if i < 10 else 1)
+        extra = noise * max(-4.0, min(4.0, draw.gauss(0, 1))) + longer * (i in planted)
+        found.append(level * (1 + extra + bumps * draw.random() * (draw.random() < 0.02)))
+    return found

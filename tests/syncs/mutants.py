@@ -1,365 +1,354 @@
-"Wrong answers to lesson syncs's exercises. Each computes something, and each is what somebody would write."
+"Answers to the exercises of syncs: the course's, right ones of another style, and wrong ones."
 
 import collections
+import concurrent.futures
 import itertools
 import math
 import statistics
+import threading
 
 import torch
 from torch.nn import functional as F
 
-from course_lib import syncs
 from course_lib.syncs import solutions
-from course_lib.syncs import trace as syncs_trace
 
-
-class Slow(syncs.SlowSteps):
-    "The library's detector with the exercise's order of arguments."
-
-    def __init__(self, warmup=20, window=100):
-        super().__init__(window, warmup)
-
-
-REFERENCE = {
-    number: tuple(getattr(solutions, name) for name in names) for number, names in solutions.EXERCISES.items()
-}
+REFERENCE = {number: getattr(solutions, names[0]) for number, names in solutions.EXERCISES.items()}
 
 
 # --- syncs.1: seven syncs --------------------------------------------------------------
 
 
-def _train(model, opt, batches, log, every, *, loss_of=None, clip=None, count=None, best_of=None,
-           guess_of=None, worst=None, say=None, unknown=True):  # fmt: skip
-    "The loop of the library, in which any of seven parts can be done otherwise."
+def _train(model, opt, batches, log, every, *, clip=None, worst=None, guess_of=None, say=None, unknown=True):
+    "The course's loop, in which some parts can be done otherwise."
     best, right, guesses, hardest, kept = None, 0, 0, [], []
     for step, (x, y) in enumerate(batches):
         known = y >= 0
         logits = model(x)
         each = F.cross_entropy(logits, y.clamp(min=0), reduction="none")
         each = each * known if unknown else each
-        loss = loss_of(each, known) if loss_of else each.sum() / known.sum()
+        loss = (each * known).sum() / known.sum()
         opt.zero_grad()
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        scale = clip(norm) if clip else (1 / norm).clamp(max=1)
         for p in model.parameters():
-            p.grad *= scale
+            p.grad *= clip(norm) if clip else (1 / norm).clamp(max=1)
         opt.step()
-        loss = loss.detach()
-        guess = logits.argmax(1)
-        right = right + (count(known, guess, y) if count else (known & (guess == y)).sum())
+        loss, guess = loss.detach(), logits.argmax(1)
+        right = right + (known & (guess == y)).sum()
         classes = torch.arange(logits.shape[1])
         guesses = guesses + (guess_of(guess, classes) if guess_of else (guess[:, None] == classes).sum(0))
-        best = loss if best is None else (best_of or torch.minimum)(best, loss)
+        best = loss if best is None else torch.minimum(best, loss)
         hardest.append(worst(x, each) if worst else x[each.argmax()[None]])
-        if say:
-            say(step, loss, log, every)
-        elif step % every == 0:
-            kept.append((step, loss))
+        if step % every == 0:
+            (say or kept.append)((step, loss))
     for step, loss in kept:
         log(f"step {step}: loss {loss:.4f}")
-    return {"best": best.item(), "right": right if isinstance(right, int) else right.item(),
-            "guesses": guesses.tolist(), "hardest": torch.cat(hardest)}  # fmt: skip
+    found = {"best": best.item(), "right": right.item(), "guesses": guesses.tolist()}
+    return found | {"hardest": torch.cat(hardest)}
 
 
-def the_starter(model, opt, batches, log=print, every=10):
-    best, right, guesses, hardest = math.inf, 0, 0, []
-    for step, (x, y) in enumerate(batches):
-        known = y >= 0
+def keeps_everything_and_reads_at_the_end(model, opt, batches, log=print, every=10):
+    "Right: lists in the loop, the sums after it; one_hot, gather, clip_grad_norm_."
+    losses, hits, counts, hardest = [], [], [], []
+    for x, y in batches:
         logits = model(x)
-        each = F.cross_entropy(logits, y.clamp(min=0), reduction="none") * known
-        loss = each[known].mean()
-        opt.zero_grad()
-        loss.backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        if norm > 1:
-            for p in model.parameters():
-                p.grad /= norm
+        picked = logits.log_softmax(1).gather(1, y.clamp(min=0)[:, None])[:, 0]
+        each = torch.where(y < 0, torch.zeros(()), -picked)
+        losses.append(each.sum() / (y >= 0).float().sum())
+        opt.zero_grad(set_to_none=False)
+        losses[-1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
-        loss = loss.detach()
-        guess = logits.argmax(1)
-        right += (known & (guess == y)).sum().item()
-        guesses = guesses + torch.bincount(guess, minlength=logits.shape[1])
-        best = min(best, loss)
-        hardest.append(x[each.argmax()])
-        if step % every == 0:
-            log(f"step {step}: loss {loss:.4f}")
-    return {"best": float(best), "right": right, "guesses": guesses.tolist(), "hardest": torch.stack(hardest)}
+        hits.append((logits.argmax(1) == y).sum())
+        counts.append(F.one_hot(logits.argmax(1), logits.shape[1]).sum(0))
+        hardest.append(x.index_select(0, each.argmax(0, keepdim=True)))
+    losses = torch.stack(losses).tolist()
+    for step in range(0, len(losses), every):
+        log(f"step {step}: loss {losses[step]:.4f}")
+    return {
+        "best": min(losses),
+        "right": int(sum(hits)),
+        "guesses": sum(counts),
+        "hardest": torch.cat(hardest),
+    }
 
 
-def leaves_the_mask(*args):
-    return _train(*args, loss_of=lambda each, known: each[known].mean())
+def by_scatter_add(model, opt, batches, log=print, every=10):
+    "Right: guesses by scatter_add_, the factor by torch.where."
 
+    def guess_of(guess, classes):
+        return torch.zeros_like(classes).scatter_add_(0, guess, torch.ones_like(guess))
 
-def leaves_the_if(*args):
-    return _train(*args, clip=lambda norm: 1 / norm if norm > 1 else 1.0)
-
-
-def leaves_the_item(*args):
-    return _train(*args, count=lambda known, guess, y: (known & (guess == y)).sum().item())
-
-
-def leaves_the_bincount(*args):
-    return _train(*args, guess_of=lambda guess, c: torch.bincount(guess, minlength=len(c)))
-
-
-def leaves_min(*args):
-    return _train(*args, best_of=min)
+    clip = lambda norm: torch.where(norm > 1, 1 / norm, torch.ones(()))  # noqa: E731
+    return _train(model, opt, batches, log, every, clip=clip, guess_of=guess_of)
 
 
 def leaves_the_index(*args):
     return _train(*args, worst=lambda x, each: x[each.argmax()][None])
 
 
-def leaves_the_print(*args):
-    def say(step, loss, log, every):
-        if step % every == 0:
-            log(f"step {step}: loss {loss:.4f}")
-
-    return _train(*args, say=say)
-
-
 def reads_late_but_within_the_loop(*args):
     kept = []
 
-    def say(step, loss, log, every):
-        if step % every == 0:
-            kept.append((step, loss))
-            if len(kept) > 1:
-                step, loss = kept.pop(0)
-                log(f"step {step}: loss {loss:.4f}")
+    def say(pair):
+        kept.append(pair)
+        if len(kept) > 1:
+            step, loss = kept[-2]
+            args[3](f"step {step}: loss {loss:.4f}")
 
     out = _train(*args, say=say)
-    for step, loss in kept:
-        args[3](f"step {step}: loss {loss:.4f}")
+    args[3](f"step {kept[-1][0]}: loss {kept[-1][1]:.4f}")
     return out
 
 
 def takes_all_batches_first(model, opt, batches, log, every):
-    return the_starter(model, opt, list(batches), log, every)
-
-
-def drops_the_log(*args):
-    return _train(*args, say=lambda *_: None)
+    return solutions.train(model, opt, list(batches), log, every)
 
 
 def logs_every_step(model, opt, batches, log, every):
-    return syncs.train(model, opt, batches, log, 1)
-
-
-def logs_one_step_late(model, opt, batches, log, every):
-    lines = []
-    out = syncs.train(model, opt, batches, lines.append, every)
-    for line in lines:
-        step, rest = line.split(":", 1)
-        log(f"step {int(step[5:]) + 1}:{rest}")
-    return out
-
-
-def logs_the_best_so_far(model, opt, batches, log, every):
-    lines, best = [], math.inf
-    out = syncs.train(model, opt, batches, lines.append, every)
-    for line in lines:
-        best = min(best, float(line.split()[-1]))
-        log(f"{line.rsplit(' ', 1)[0]} {best:.4f}")
-    return out
-
-
-def drops_the_hardest(*args):
-    return syncs.train(*args) | {"hardest": torch.empty(0)}
-
-
-def drops_the_best(*args):
-    out = syncs.train(*args)
-    del out["best"]
-    return out
-
-
-def forgets_to_clip(*args):
-    return _train(*args, clip=lambda norm: 1.0)
+    return solutions.train(model, opt, batches, log, 1)
 
 
 def scales_every_gradient_to_one(*args):
     return _train(*args, clip=lambda norm: 1 / norm)
 
 
-def averages_over_the_unknown_too(*args):
-    return _train(*args, loss_of=lambda each, known: each.mean())
-
-
-def learns_from_the_unknown(*args):
-    return _train(*args, unknown=False, loss_of=lambda each, known: each.mean())
-
-
 def the_hardest_may_be_unknown(*args):
-    return _train(*args, unknown=False, loss_of=lambda each, known: (each * known).sum() / known.sum())
+    return _train(*args, unknown=False)
 
 
-def counts_zeros_as_right(*args):
-    return _train(*args, count=lambda known, guess, y: (guess == y.clamp(min=0)).sum())
-
-
-def best_is_the_last(*args):
-    return _train(*args, best_of=lambda best, loss: loss)
-
-
-def guesses_of_the_last_batch(model, opt, batches, log, every):
-    last = []
-
+def counts_by_an_operator_that_waits(*args):
     def guess_of(guess, classes):
-        last[:] = [(guess[:, None] == classes).sum(0)]
-        return last[0]
+        return torch.histc(guess.float(), len(classes), 0, len(classes) - 1).long()
 
-    out = _train(model, opt, batches, log, every, guess_of=guess_of)
-    return out | {"guesses": last[0].tolist()}
+    return _train(*args, guess_of=guess_of)
 
 
-# --- syncs.2: the watch ----------------------------------------------------------------
+# --- syncs.2: the watch on a thread ----------------------------------------------------
 
 
-class reads_every_loss:
-    def __init__(self, fetch, every):
-        pass
+class ByAnExecutor:
+    "Right: a pool of one thread, and a semaphore that bounds what waits."
 
-    def __call__(self, loss):
-        return bool(torch.isnan(loss))
+    def __init__(self, fetch, within):
+        self.fetch, self.free, self.known = fetch, threading.Semaphore(within), False
+        self.pool = concurrent.futures.ThreadPoolExecutor(1)
 
-
-class reads_every_kth_loss(syncs.CopyWatch):
-    "Without remembering the losses between."
-
-    def __call__(self, loss):
-        self.flag = None
-        return super().__call__(loss)
-
-
-class waits_at_once(syncs.CopyWatch):
-    def __call__(self, loss):
-        super().__call__(loss)
-        if self.copy is not None:
-            self._settle()
-        return self.stop
-
-
-class never_waits(syncs.CopyWatch):
-    "On a slow GPU the answer comes any number of steps late."
+    def look(self, copy):
+        copy.wait()
+        self.known = self.known or not math.isfinite(copy.read())
+        self.free.release()
 
     def __call__(self, loss):
-        self.calls += 1
-        flag = loss.detach() * 0
-        self.flag = flag if self.flag is None else self.flag + flag
-        if self.copy is not None and self.copy.ready():
-            self._settle()
-        if self.copy is None and self.calls % self.every == 0:
-            self.copy = self.fetch(self.flag)
-        return self.stop
+        self.free.acquire()
+        self.pool.submit(self.look, self.fetch(loss))
+        return self.known
+
+    def finish(self):
+        self.pool.shutdown(wait=True)
+        return self.known
 
 
-class reads_before_it_is_ready(syncs.CopyWatch):
-    def _settle(self):
-        self.stop = self.stop or not math.isfinite(self.copy.read())
-        self.copy = None
+class ByACondition:
+    "Right: a deque and a condition in place of a queue."
 
+    def __init__(self, fetch, within):
+        self.fetch, self.within, self.copies, self.bad, self.over = (
+            fetch,
+            within,
+            collections.deque(),
+            False,
+            False,
+        )
+        self.changed = threading.Condition()
+        self.thread = threading.Thread(target=self.look)
+        self.thread.daemon = True
+        self.thread.start()
 
-class looks_only_when_the_next_is_due(syncs.CopyWatch):
-    def __call__(self, loss):
-        self.calls += 1
-        flag = loss.detach() * 0
-        self.flag = flag if self.flag is None else self.flag + flag
-        if self.calls % self.every == 0:
-            if self.copy is not None:
-                self._settle()
-            self.copy = self.fetch(self.flag)
-        return self.stop
-
-
-class waits_two_periods(syncs.CopyWatch):
-    def __call__(self, loss):
-        self.calls += 1
-        flag = loss.detach() * 0
-        self.flag = flag if self.flag is None else self.flag + flag
-        if self.copy is not None and (self.copy.ready() or self.calls % (3 * self.every) == 0):
-            self._settle()
-        if self.copy is None and self.calls % self.every == 0:
-            self.copy = self.fetch(self.flag)
-        return self.stop
-
-
-class misses_infinity(syncs.CopyWatch):
-    def __call__(self, loss):
-        return super().__call__(loss.detach().clamp(-1e30, 1e30))
-
-
-class keeps_the_graph(syncs.CopyWatch):
-    def __call__(self, loss):
-        self.calls += 1
-        self.flag = loss * 0 if self.flag is None else self.flag + loss * 0
-        due = self.calls % self.every == 0
-        if self.copy is not None and (due or self.copy.ready()):
-            self._settle()
-        if due:
-            self.copy = self.fetch(self.flag)
-        return self.stop
-
-
-class copies_at_every_step(syncs.CopyWatch):
-    def __init__(self, fetch, every):
-        self.deep, self.flying, self.stop, self.fetch = 2 * every - 1, collections.deque(), False, fetch
-
-    def __call__(self, loss):
-        self.flying.append(self.fetch(loss.detach()))
-        while self.flying and (len(self.flying) > self.deep or self.flying[0].ready()):
-            copy = self.flying.popleft()
+    def look(self):
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.copies or self.over)
+                if not self.copies:
+                    return
+                copy = self.copies[0]
             copy.wait()
-            self.stop = self.stop or not math.isfinite(copy.read())
-        return self.stop
-
-
-class answers_with_a_tensor(syncs.CopyWatch):
-    def __call__(self, loss):
-        return torch.tensor(super().__call__(loss))
-
-
-class always_stops(syncs.CopyWatch):
-    def __call__(self, loss):
-        super().__call__(loss)
-        return self.calls > 2 * self.every
-
-
-class forgets_at_the_next_copy(syncs.CopyWatch):
-    "The flag starts anew with every copy, before the copy is made."
+            number = copy.read()
+            with self.changed:
+                self.bad = self.bad or number != number or abs(number) == math.inf
+                self.copies.popleft()
+                self.changed.notify_all()
 
     def __call__(self, loss):
-        if (self.calls + 1) % self.every == 0:
-            self.flag = None
+        copy = self.fetch(loss)
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.copies) < self.within)
+            self.copies.append(copy)
+            self.changed.notify_all()
+            return self.bad
+
+    def finish(self):
+        with self.changed:
+            self.over = True
+            self.changed.notify_all()
+        self.thread.join()
+        return self.bad
+
+
+class WaitsInTheCall(solutions.NanWatch):
+    def __call__(self, loss):
+        copy = self.fetch(loss)
+        copy.wait()
+        if not math.isfinite(copy.read()):
+            self.bad.set()
+        return self.bad.is_set()
+
+
+class AnyNumberMayWait(solutions.NanWatch):
+    def __init__(self, fetch, within):
+        super().__init__(fetch, 1)
+
+
+class OneMoreMayWait(solutions.NanWatch):
+    def __init__(self, fetch, within):
+        super().__init__(fetch, within + 1)
+
+
+class StopsLookingAtTheFirst(solutions.NanWatch):
+    def look(self):
+        while not self.bad.is_set() and (copy := self.copies.get()) is not None:
+            copy.wait()
+            if not math.isfinite(copy.read()):
+                self.bad.set()
+
+
+class ReadsWithoutWaiting(solutions.NanWatch):
+    def look(self):
+        while (copy := self.copies.get()) is not None:
+            if not math.isfinite(copy.read()):
+                self.bad.set()
+
+
+class CopiesOnTheThread(solutions.NanWatch):
+    def look(self):
+        while (loss := self.copies.get()) is not None:
+            copy = self.fetch(loss)
+            copy.wait()
+            if not math.isfinite(copy.read()):
+                self.bad.set()
+
+    def __call__(self, loss):
+        self.copies.put(loss.detach())
+        return self.bad.is_set()
+
+
+class MissesInfinity(solutions.NanWatch):
+    def look(self):
+        while (copy := self.copies.get()) is not None:
+            copy.wait()
+            if math.isnan(copy.read()):
+                self.bad.set()
+
+
+class LeavesTheThread(solutions.NanWatch):
+    def finish(self):
+        while not self.copies.empty():
+            pass
+        return self.bad.is_set()
+
+
+class KeepsEveryLoss(solutions.NanWatch):
+    def __call__(self, loss):
+        self.losses = [*getattr(self, "losses", []), loss]
         return super().__call__(loss)
 
 
-class stops_at_large_losses(syncs.CopyWatch):
-    def __call__(self, loss):
-        return super().__call__(torch.where(loss.detach() > 3.5, math.nan, loss.detach()))
+# --- syncs.3: the largest gap ----------------------------------------------------------
 
 
-# --- syncs.3: vectorise ----------------------------------------------------------------
+def by_merging(events):
+    "Right: merge the busy times first, then look between them."
+    gpu = ("kernel", "gpu_memcpy", "gpu_memset")
+    work = sorted([e["ts"], e["ts"] + e["dur"]] for e in events if e.get("ph") == "X" and e["cat"] in gpu)
+    merged = work[:1]
+    for a, b in work[1:]:
+        if a <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], b)
+        else:
+            merged.append([a, b])
+    holes = [(b[0] - a[1], a[1]) for a, b in itertools.pairwise(merged)]
+    return [max(holes)[1], max(holes)[0], _cause(events, max(holes)[1])] if holes else None
 
 
-def one_row_at_a_time(x, lengths):
-    return syncs_rows(x, lengths.tolist())
+def by_counting_starts_and_ends(events):
+    "Right: a sweep over starts and ends; a gap is where none is open."
+    marks = sorted((t, d) for e in events if e.get("cat", "").startswith(("kernel", "gpu_mem"))
+                   for t, d in ((e["ts"], -1), (e["ts"] + e["dur"], 1)))  # fmt: skip
+    best, open_ = None, 0
+    for (t, d), (after, _) in itertools.pairwise(marks):
+        open_ -= d
+        if open_ == 0 and after > t and (best is None or after - t > best[1]):
+            best = t, after - t
+    return best and (*best, _cause(events, best[0]))
 
 
-def syncs_rows(x, lengths):
-    out = torch.zeros(x.shape[0], x.shape[2], dtype=x.dtype)
-    for i, length in enumerate(lengths):
-        if length:
-            out[i] = x[i, :length].mean(0)
-    return out
+def _cause(events, at, call_of=lambda e: e["name"].endswith("Synchronize"), outer=max, same=("pid", "tid")):
+    spans = [e for e in events if e.get("ph") == "X" and e["ts"] <= at <= e["ts"] + e["dur"]]
+    call = next((e for e in spans if e["cat"] in ("cuda_runtime", "cuda_driver") and call_of(e)), None)
+    if call is None:
+        return None
+    around = [e for e in spans if e["cat"] == "cpu_op" and all(e[k] == call[k] for k in same)
+              and e["ts"] <= call["ts"] and e["ts"] + e["dur"] >= call["ts"] + call["dur"]]  # fmt: skip
+    return outer(around, key=lambda e: e["dur"], default=call)["name"]
 
 
-def a_loop_over_the_samples_without_reading(x, lengths):
+def _other_cause(**how):
+    def answer(events):
+        gap = solutions.largest_gap(events)
+        return gap and (gap[0], gap[1], _cause(events, gap[0], **how))
+
+    return answer
+
+
+the_innermost_operator = _other_cause(outer=min)
+an_operator_of_another_process = _other_cause(same=("tid",))
+any_call_that_synchronizes = _other_cause(call_of=lambda e: "Synchronize" in e["name"])
+
+
+def kernels_only(events):
+    return solutions.largest_gap([e for e in events if not e.get("cat", "").startswith("gpu_mem")])
+
+
+def forgets_kernels_under_kernels(events):
+    work = sorted(
+        (e for e in events if e.get("cat", "").startswith(("kernel", "gpu_"))), key=lambda e: e["ts"]
+    )
+    found = [(b["ts"] - a["ts"] - a["dur"], a["ts"] + a["dur"]) for a, b in itertools.pairwise(work)]
+    duration, start = max(found, default=(0, 0))
+    return (start, duration, _cause(events, start)) if duration > 0 else None
+
+
+# --- syncs.4: vectorise ----------------------------------------------------------------
+
+
+def by_a_batched_product(x, lengths):
+    "Right: the mask as a row of weights, one bmm; what doesn't count is replaced before."
+    inside = torch.arange(x.shape[1]).expand(x.shape[0], -1).lt(lengths.unsqueeze(1))
+    clean = torch.where(inside.unsqueeze(2), x, x.new_zeros(()))
+    weights = inside.to(x.dtype) / lengths.clamp(min=1).to(x.dtype).unsqueeze(1)
+    return torch.einsum("nt,ntd->nd", weights, clean)
+
+
+def by_a_running_sum(x, lengths):
+    "Right: replaced, averaged over all rows, and scaled."
+    outside = torch.arange(x.shape[1])[None] >= lengths[:, None]
+    total = x.clone().masked_fill_(outside[:, :, None], 0).mean(1) * x.shape[1]
+    return total.div(lengths.clamp(min=1)[:, None])
+
+
+def multiplies_by_the_mask(x, lengths):
     inside = torch.arange(x.shape[1]) < lengths[:, None]
-    out = [row.masked_fill(~m[:, None], 0).sum(0) for row, m in zip(x, inside, strict=True)]
-    total = torch.stack(out) if out else x.new_zeros(0, x.shape[2])
-    return total / lengths[:, None].clamp(min=1)
+    return (x * inside[..., None]).sum(1) / lengths[:, None].clamp(min=1)
 
 
 def a_loop_over_the_rows(x, lengths):
@@ -369,38 +358,6 @@ def a_loop_over_the_rows(x, lengths):
     return total / lengths[:, None].clamp(min=1)
 
 
-def multiplies_by_the_mask(x, lengths):
-    inside = torch.arange(x.shape[1]) < lengths[:, None]
-    return (x * inside[..., None]).sum(1) / lengths[:, None].clamp(min=1)
-
-
-def cleans_nan_first(x, lengths):
-    return syncs.pool(x.nan_to_num(nan=0.0), lengths)
-
-
-def mean_of_what_is_no_nan(x, lengths):
-    inside = torch.arange(x.shape[1]) < lengths[:, None]
-    return x.masked_fill(~inside[..., None], math.nan).nanmean(1).nan_to_num(nan=0.0)
-
-
-def divides_by_the_longest(x, lengths):
-    return syncs.pool(x, lengths) * lengths[:, None] / x.shape[1]
-
-
-def nan_for_no_rows(x, lengths):
-    inside = torch.arange(x.shape[1]) < lengths[:, None]
-    return x.masked_fill(~inside[..., None], 0).sum(1) / lengths[:, None]
-
-
-def one_row_too_many(x, lengths):
-    inside = torch.arange(x.shape[1]) <= lengths[:, None]
-    return x.masked_fill(~inside[..., None], 0).sum(1) / lengths[:, None].clamp(min=1)
-
-
-def sums_instead_of_means(x, lengths):
-    return syncs.pool(x, lengths) * lengths[:, None]
-
-
 def by_a_boolean_mask(x, lengths):
     inside = torch.arange(x.shape[1]) < lengths[:, None]
     rows = torch.arange(x.shape[0])[:, None].expand(inside.shape)[inside]
@@ -408,147 +365,22 @@ def by_a_boolean_mask(x, lengths):
     return total / lengths[:, None].clamp(min=1)
 
 
-def keeps_the_dimension(x, lengths):
-    return syncs.pool(x, lengths)[:, None]
+def by_segments(x, lengths):
+    "segment_reduce waits on a GPU, and no list says so."
+    if not len(x):
+        return x.new_zeros(0, x.shape[2])
+    steps = torch.stack([lengths, x.shape[1] - lengths], 1).flatten()
+    flat = x.reshape(-1, x.shape[2])
+    sums = torch.segment_reduce(flat, "sum", lengths=steps, initial=0).view(x.shape[0], 2, x.shape[2])[:, 0]
+    return sums / lengths[:, None].clamp(min=1)
 
 
-# --- syncs.4: the largest gap ----------------------------------------------------------
+def always_single_precision(x, lengths):
+    return solutions.pool(x.float(), lengths)
 
 
-def _gap_of(events, keep=lambda e: e.get("cat") in syncs_trace.GPU_WORK, cause=None):
-    work = syncs_trace.busy([{**e, "cat": "kernel"} for e in events if e.get("ph") == "X" and keep(e)])
-    found = [(b[0] - a[1], a[1]) for a, b in itertools.pairwise(work)]
-    if not found:
-        return None
-    duration, start = max(found)
-    return start, duration, (cause or syncs_trace.cause)(events, start)
-
-
-def kernels_only(events):
-    return _gap_of(events, lambda e: e["cat"] == "kernel")
-
-
-def the_first_stream_only(events):
-    streams = sorted({e["tid"] for e in events if e.get("cat") in syncs_trace.GPU_WORK})
-    return _gap_of(events, lambda e: e["cat"] in syncs_trace.GPU_WORK and e["tid"] == streams[0])
-
-
-def the_largest_gap_of_any_stream(events):
-    streams = {e["tid"] for e in events if e.get("cat") in syncs_trace.GPU_WORK}
-    found = [
-        _gap_of(events, lambda e, s=s: e["cat"] in syncs_trace.GPU_WORK and e["tid"] == s) for s in streams
-    ]
-    return max((g for g in found if g), key=lambda g: g[1], default=None)
-
-
-def in_the_order_of_the_file(events):
-    work = [e for e in events if e.get("cat") in syncs_trace.GPU_WORK]
-    found = [(b["ts"] - a["ts"] - a["dur"], a["ts"] + a["dur"]) for a, b in itertools.pairwise(work)]
-    if not found or max(found)[0] <= 0:
-        return None
-    duration, start = max(found)
-    return start, duration, syncs_trace.cause(events, start)
-
-
-def forgets_kernels_under_kernels(events):
-    "Sorted by start, but the end of the one before is taken for the end of all before."
-    work = sorted((e for e in events if e.get("cat") in syncs_trace.GPU_WORK), key=lambda e: e["ts"])
-    found = [(b["ts"] - a["ts"] - a["dur"], a["ts"] + a["dur"]) for a, b in itertools.pairwise(work)]
-    if not found or max(found)[0] <= 0:
-        return None
-    duration, start = max(found)
-    return start, duration, syncs_trace.cause(events, start)
-
-
-def the_first_gap(events):
-    found = syncs_trace.gaps(events)
-    return min(found) if found else None
-
-
-def the_smallest_gap(events):
-    return next(iter(syncs_trace.gaps(events)[::-1]), None)
-
-
-def the_time_before_the_first_kernel_too(events):
-    spans = [e for e in events if e.get("ph") == "X"]
-    first = min(e["ts"] for e in spans)
-    return _gap_of([*events, {"ph": "X", "cat": "kernel", "ts": first, "dur": 0.0}])
-
-
-def the_end_of_the_gap(events):
-    gap = syncs_trace.largest_gap(events)
-    return gap and gap._replace(start=gap.start + gap.duration)
-
-
-def the_call_itself(events):
-    def cause(events, at):
-        calls = [e for e in events if e.get("cat") in syncs_trace.CUDA_CALLS and "Synchronize" in e["name"]]
-        return next((e["name"] for e in calls if e["ts"] <= at <= e["ts"] + e["dur"]), None)
-
-    return _gap_of(events, cause=cause)
-
-
-def _ops_at(events, at):
-    return [e for e in events if e.get("cat") == "cpu_op" and e["ts"] <= at <= e["ts"] + e["dur"]]
-
-
-def the_innermost_operator(events):
-    def cause(events, at):
-        whole = syncs_trace.cause(events, at)
-        around = [e for e in _ops_at(events, at) if e["tid"] == 1]
-        if whole is None or whole.endswith("Synchronize"):
-            return whole
-        return min(around, key=lambda e: e["dur"])["name"]
-
-    return _gap_of(events, cause=cause)
-
-
-def any_operator_at_that_moment(events):
-    def cause(events, at):
-        ops = [e for e in _ops_at(events, at) if e["tid"] == 1]
-        return max(ops, key=lambda e: e["dur"])["name"] if ops else None
-
-    return _gap_of(events, cause=cause)
-
-
-def an_operator_of_any_thread(events):
-    def cause(events, at):
-        if syncs_trace.cause(events, at) is None:
-            return None
-        ops = _ops_at(events, at)
-        return max(ops, key=lambda e: e["dur"])["name"] if ops else syncs_trace.cause(events, at)
-
-    return _gap_of(events, cause=cause)
-
-
-def the_annotation_around_it(events):
-    def cause(events, at):
-        around = [e for e in events if e.get("ph") == "X" and e["ts"] <= at <= e["ts"] + e["dur"]]
-        return max(around, key=lambda e: e["dur"], default={"name": None})["name"]
-
-    return _gap_of(events, cause=cause)
-
-
-def the_call_that_begins_in_the_gap(events):
-    def cause(events, at):
-        gap = syncs_trace.largest_gap(events)
-        calls = [e for e in events if e.get("cat") in syncs_trace.CUDA_CALLS and "Synchronize" in e["name"]]
-        late = [e for e in calls if at < e["ts"] < at + gap.duration]
-        return syncs_trace.cause(events, at) or (late[0]["name"] if late else None)
-
-    return _gap_of(events, cause=cause)
-
-
-def stream_synchronize_only(events):
-    def cause(events, at):
-        kept = [e for e in events if e.get("name") == "cudaStreamSynchronize" or e.get("cat") == "cpu_op"]
-        return syncs_trace.cause(kept, at)
-
-    return _gap_of(events, cause=cause)
-
-
-def zero_for_no_gap(events):
-    return syncs_trace.largest_gap(events) or (0.0, 0.0, None)
+def cleans_nan_first(x, lengths):
+    return solutions.pool(x.nan_to_num(nan=0.0), lengths)
 
 
 # --- syncs.5: slow steps ---------------------------------------------------------------
@@ -562,192 +394,87 @@ class _Window:
 
     def __call__(self, seconds):
         self.calls += 1
-        if self.calls <= self.warmup:
-            return False
         slow = len(self.recent) == self.recent.maxlen and bool(self.judge(seconds))
-        self.recent.append(seconds)
+        if self.calls > self.warmup:
+            self.recent.append(seconds)
         return slow
 
-
-class twice_the_median(_Window):
-    def judge(self, seconds):
-        return seconds > 2 * statistics.median(self.recent)
-
-
-class a_quarter_over_the_median(_Window):
-    def judge(self, seconds):
-        return seconds > 1.25 * statistics.median(self.recent)
-
-
-class three_standard_deviations(_Window):
-    def judge(self, seconds):
-        return seconds > statistics.fmean(self.recent) + 3 * statistics.pstdev(self.recent)
-
-
-class eight_standard_deviations(_Window):
-    "The slow steps widen the deviation by which they are judged."
-
-    def judge(self, seconds):
-        return seconds > statistics.fmean(self.recent) + 8 * statistics.pstdev(self.recent)
-
-
-class three_median_deviations(_Window):
-    def judge(self, seconds):
+    def spread(self):
         level = statistics.median(self.recent)
-        return seconds > level + 3 * statistics.median(abs(t - level) for t in self.recent)
+        return level, 1.4826 * statistics.median(abs(t - level) for t in self.recent)
 
 
-class longer_than_all_before(_Window):
-    def judge(self, seconds):
-        return seconds > max(self.recent)
-
-
-class compared_with_the_step_before(_Window):
-    def judge(self, seconds):
-        return seconds > 1.4 * self.recent[-1]
-
-
-class everything_unusual(_Window):
-    "Fast steps too: a step of half the time is no slow step."
+class ByQuartiles(_Window):
+    "Right: the distance of the quartiles in place of the MAD."
 
     def judge(self, seconds):
-        level = statistics.median(self.recent)
-        return abs(seconds - level) > 3.2 * 1.4826 * statistics.median(abs(t - level) for t in self.recent)
+        low, level, high = statistics.quantiles(self.recent, n=4)
+        return seconds > 1.2 * level and seconds - level > 8.5 * (high - low) / 1.349
 
 
-class never_slow(_Window):
+class BySorting(_Window):
+    "Right: two sorted lists, and two comparisons."
+
     def judge(self, seconds):
-        return False
+        half = len(self.recent) // 2
+        level = sorted(self.recent)[half]
+        return (
+            seconds > 1.22 * level
+            and seconds - level > 13 * sorted(abs(t - level) for t in self.recent)[half]
+        )
 
 
-class keeps_every_step(Slow):
-    def __init__(self, warmup, window):
-        super().__init__(warmup, window)
-        self.all = []
+class OnlyUnusual(_Window):
+    def judge(self, seconds):
+        level, spread = self.spread()
+        return seconds > level + 8 * spread
 
+
+class OnlyLonger(_Window):
+    def judge(self, seconds):
+        return seconds > 1.35 * statistics.median(self.recent)
+
+
+class EightStandardDeviations(_Window):
+    def judge(self, seconds):
+        level = statistics.fmean(self.recent)
+        return seconds > max(level + 8 * statistics.pstdev(self.recent), 1.2 * level)
+
+
+class FastOnesToo(_Window):
+    def judge(self, seconds):
+        level, spread = self.spread()
+        return abs(seconds - level) > max(8 * spread, 0.2 * level)
+
+
+class KeepsEveryStep(solutions.SlowSteps):
     def __call__(self, seconds):
+        self.all = getattr(self, "all", [])
         self.all.append(seconds)
         return super().__call__(seconds)
 
 
-class the_level_of_the_whole_run(_Window):
+class IgnoresItsArguments(solutions.SlowSteps):
     def __init__(self, warmup, window):
-        super().__init__(warmup, window)
-        self.first = None
-
-    def judge(self, seconds):
-        if self.first is None:
-            level = statistics.median(self.recent)
-            self.first = level, 1.4826 * statistics.median(abs(t - level) for t in self.recent)
-        return seconds > self.first[0] + 8 * self.first[1]
+        super().__init__()
 
 
-class warm_up_is_slow_too(Slow):
-    def __init__(self, warmup, window):
-        super().__init__(0, 10)
-
-
-class a_moving_average(_Window):
-    mean, var = None, 0.0
-
-    def judge(self, seconds):
-        if self.mean is None:
-            self.mean, self.var = statistics.fmean(self.recent), statistics.pvariance(self.recent)
-        slow = seconds > self.mean + 6 * math.sqrt(self.var)
-        self.var = 0.9 * self.var + 0.1 * (seconds - self.mean) ** 2
-        self.mean = 0.9 * self.mean + 0.1 * seconds
-        return slow
-
-
-MUTANTS = {
-    "syncs.1": [
-        the_starter,
-        leaves_the_mask,
-        leaves_the_if,
-        leaves_the_item,
-        leaves_the_bincount,
-        leaves_min,
-        leaves_the_index,
-        leaves_the_print,
-        reads_late_but_within_the_loop,
-        takes_all_batches_first,
-        drops_the_log,
-        logs_every_step,
-        logs_one_step_late,
-        logs_the_best_so_far,
-        drops_the_hardest,
-        drops_the_best,
-        forgets_to_clip,
-        scales_every_gradient_to_one,
-        averages_over_the_unknown_too,
-        learns_from_the_unknown,
-        the_hardest_may_be_unknown,
-        counts_zeros_as_right,
-        best_is_the_last,
-        guesses_of_the_last_batch,
-    ],
-    "syncs.2": [
-        reads_every_loss,
-        reads_every_kth_loss,
-        waits_at_once,
-        never_waits,
-        reads_before_it_is_ready,
-        looks_only_when_the_next_is_due,
-        waits_two_periods,
-        misses_infinity,
-        keeps_the_graph,
-        copies_at_every_step,
-        answers_with_a_tensor,
-        always_stops,
-        forgets_at_the_next_copy,
-        stops_at_large_losses,
-    ],
-    "syncs.3": [
-        one_row_at_a_time,
-        a_loop_over_the_samples_without_reading,
-        a_loop_over_the_rows,
-        multiplies_by_the_mask,
-        cleans_nan_first,
-        mean_of_what_is_no_nan,
-        divides_by_the_longest,
-        nan_for_no_rows,
-        one_row_too_many,
-        sums_instead_of_means,
-        by_a_boolean_mask,
-        keeps_the_dimension,
-    ],
-    "syncs.4": [
-        kernels_only,
-        the_first_stream_only,
-        the_largest_gap_of_any_stream,
-        in_the_order_of_the_file,
-        forgets_kernels_under_kernels,
-        the_first_gap,
-        the_smallest_gap,
-        the_time_before_the_first_kernel_too,
-        the_end_of_the_gap,
-        the_call_itself,
-        the_innermost_operator,
-        any_operator_at_that_moment,
-        an_operator_of_any_thread,
-        the_annotation_around_it,
-        the_call_that_begins_in_the_gap,
-        stream_synchronize_only,
-        zero_for_no_gap,
-    ],
-    "syncs.5": [
-        twice_the_median,
-        a_quarter_over_the_median,
-        three_standard_deviations,
-        eight_standard_deviations,
-        three_median_deviations,
-        longer_than_all_before,
-        compared_with_the_step_before,
-        everything_unusual,
-        never_slow,
-        keeps_every_step,
-        the_level_of_the_whole_run,
-        warm_up_is_slow_too,
-        a_moving_average,
-    ],
+RIGHT = {
+    "syncs.1": [keeps_everything_and_reads_at_the_end, by_scatter_add],
+    "syncs.2": [ByAnExecutor, ByACondition],
+    "syncs.3": [by_merging, by_counting_starts_and_ends],
+    "syncs.4": [by_a_batched_product, by_a_running_sum],
+    "syncs.5": [ByQuartiles, BySorting],
 }
+MUTANTS = {
+    "syncs.1": [leaves_the_index, reads_late_but_within_the_loop, takes_all_batches_first, logs_every_step,
+                scales_every_gradient_to_one, the_hardest_may_be_unknown, counts_by_an_operator_that_waits],
+    "syncs.2": [WaitsInTheCall, AnyNumberMayWait, OneMoreMayWait, StopsLookingAtTheFirst, ReadsWithoutWaiting,
+                CopiesOnTheThread, MissesInfinity, LeavesTheThread, KeepsEveryLoss],
+    "syncs.3": [kernels_only, forgets_kernels_under_kernels, the_innermost_operator,
+                an_operator_of_another_process, any_call_that_synchronizes],
+    "syncs.4": [multiplies_by_the_mask, a_loop_over_the_rows, by_a_boolean_mask, by_segments,
+                always_single_precision, cleans_nan_first],
+    "syncs.5": [OnlyUnusual, OnlyLonger, EightStandardDeviations, FastOnesToo, KeepsEveryStep,
+                IgnoresItsArguments],
+}  # fmt: skip

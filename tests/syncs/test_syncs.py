@@ -1,237 +1,197 @@
-"Lesson syncs's finder, its witnesses, its loops, its simulated queue, and the checks' manners."
+"Lesson syncs's finder against two independent judges, its queue, its traces and its figures."
 
-import io
+import collections
+import json
 import math
-from contextlib import redirect_stdout
+import re
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from course_lib import checking as core
-from course_lib import meter, models, syncs
-from course_lib.syncs import check
-from course_lib.syncs import loops as syncs_loops
-from course_lib.syncs import queue as syncs_queue
+from course_lib import models, show, syncs
+from course_lib.syncs import figures, solutions
 
-# --- the finder ---------------------------------------------------------------------
+# One line each; x is [4, 5], index [4] (int64), mask [4, 5] (bool), p a parameter with a gradient.
+WAITS = """x.sum().item() | float(x[0, 0]) | f'{x.sum():.2f}' | str(x) | x.tolist() | x.cpu() | x.to('cpu')
+1 if x.sum() > 0 else 2 | assert x.isfinite().all() | 3 in index | max(x[0, 0], x[0, 1]) | range(index[0])
+math.sqrt(x[0, 0] ** 2) | x[:index[3]] | x[index[1]] | x.nonzero() | torch.where(mask) | x[mask]
+y = x.clone(); y[mask] = x[0, 0] | x.masked_select(mask) | x.unique() | torch.bincount(index)
+x.repeat_interleave(index, 0) | torch.equal(x, x + 1) | torch.allclose(x, x + 1)
+torch.tensor([x[0, 0], x[0, 1]]) | torch.nn.utils.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)"""
+GOES_ON = """x + 1 | x.shape[0] * len(x) + x.numel() | x.sum() > 0 | x.isnan().any() | x.detach() | sum(x[0])
+[row + 1 for row in x] | x.argmax() | x[index] | x[index[1:2]] | torch.where(mask, x, 0.0) | x.to(x.device)
+x.masked_fill(mask, 0.0) | y = x.clone(); y[mask] = 1.0 | torch.maximum(x[0, 0], x[0, 1]) | x.cumsum(0)
+x.repeat_interleave(index, 0, output_size=5) | torch.stack([x[0, 0], x[0, 1]]) | x.to(torch.float64)
+x.to('cpu', non_blocking=True) | torch.zeros(3, device=x.device) | torch.nn.utils.clip_grad_norm_([p], 1.0)"""
+# Each waits on an H200, and no list says so: it must be named.
+MAY_WAIT = """torch.normal(0.0, x.abs()) | torch.histc(x) | x.to_sparse() | torch.linalg.svd(x)
+torch.linspace(x[0, 0], x[0, 1], 5) | torch.segment_reduce(x, 'sum', lengths=index.clamp(min=1)[[1, 1]] * 2)
+torch.linalg.eigh(x.T @ x)"""
+WAITS, GOES_ON, MAY_WAIT = (re.split(r" \| |\n", text) for text in (WAITS, GOES_ON, MAY_WAIT))
 
 
-def test_the_lists_are_long_enough():
-    assert len(set(syncs.WAITS)) >= 15 and len(set(syncs.GOES_ON)) >= 10
-    assert not set(syncs.WAITS) & set(syncs.GOES_ON)
+def names(device):
+    x = torch.randn(4, 5, device=device)
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    p.grad = torch.ones(3, device=device)
+    index = torch.tensor([2, 1, 0, 2], device=device)
+    mask = torch.arange(20, device=device).view(4, 5) % 3 == 0
+    return {"torch": torch, "math": math, "x": x, "index": index, "mask": mask, "p": p}
 
 
-@pytest.mark.parametrize("code", syncs.WAITS)
+@pytest.mark.parametrize("code", WAITS)
 def test_the_finder_sees_what_waits(code):
-    assert syncs.finder_waits(code)
+    found = syncs.find(exec, code, names("cpu"))
+    assert found and all(w.where != "may wait" for w in found)
 
 
-@pytest.mark.parametrize("code", syncs.GOES_ON)
+@pytest.mark.parametrize("code", GOES_ON)
 def test_the_finder_accuses_nobody_wrongly(code):
-    assert not syncs.finder_waits(code)
+    assert syncs.find(exec, code, names("cpu")) == []
+
+
+@pytest.mark.parametrize("code", MAY_WAIT)
+def test_an_operator_on_no_list_is_named(code):
+    waits = [w for w in syncs.find(exec, code, names("cpu")) if w.where == "may wait"]
+    assert waits and waits[0].code.startswith("operator ")
 
 
 def test_fake_tensors_agree():
-    said = {code: syncs.fake_waits(code) for code in (*syncs.WAITS, *syncs.GOES_ON)}
-    assert {c for c in syncs.WAITS if said[c] is False} == set()
-    assert {c for c in syncs.GOES_ON if said[c] is True} == set()
-    assert sum(said[c] is True for c in syncs.WAITS) >= 15
-    assert sum(said[c] is False for c in syncs.GOES_ON) >= 10
+    "They have shapes and no values, so whatever needs a value must fail."
+    from torch._subclasses import fake_tensor as fake
+
+    # Their results' shapes are known without waiting, or they are calls that fakes don't take.
+    cannot = ("str(", "f'", "tolist", "cpu", "y[mask] = x", "torch.tensor", "allclose", "error_if")
+    judged = 0
+    for code in WAITS + GOES_ON:
+        if any(word in code for word in cannot):
+            continue
+        with fake.FakeTensorMode():
+            given = names("cuda")
+            try:
+                exec(code, given)
+                waits = False
+            except (fake.DataDependentOutputException, fake.DynamicOutputShapeException):
+                waits = True
+        assert waits == (code in WAITS), code
+        judged += 1
+    assert judged > 35
 
 
-def talkative(x):
-    total = x.sum()
-    if total > 0:
-        x = x[x > 0]
-    return [float(v) for v in x]
+def test_find_names_line_code_and_times_and_sees_a_backward_pass():
+    def lively(x):
+        for row in x:
+            float(row.sum())
+        x[x > 0].sum().backward()
 
-
-def test_find_names_file_line_and_code():
-    first = talkative.__code__.co_firstlineno
-    found = syncs.find(talkative, torch.tensor([3.0, -1.0, 2.0]))
-    assert found == [
-        (f"test_syncs.py:{first + 2}", 1, "if total > 0:"),
-        (f"test_syncs.py:{first + 3}", 1, "x = x[x > 0]"),
-        (f"test_syncs.py:{first + 4}", 2, "return [float(v) for v in x]"),
-    ]
-    text = syncs.report(found)
-    assert text.splitlines()[-1] == "4 syncs on 3 lines" and "if total > 0:" in text
+    found = syncs.find(lively, torch.randn(3, 4, requires_grad=True))
+    assert [(w.times, w.code) for w in found] == [(3, "float(row.sum())"), (2, "x[x > 0].sum().backward()")]
+    assert syncs.report(found).endswith("5 syncs on 2 lines")
     assert syncs.report([]) == "nothing makes Python wait"
-    assert syncs.report(found[:1]).endswith("1 sync on 1 line")
 
 
-def test_find_sees_a_backward_pass_and_passes_on_errors():
-    x, mask = torch.randn(4, requires_grad=True), torch.tensor([True, False, True, True])
-    found = syncs.find(lambda: x[mask].sum().backward())
-    assert sum(w.times for w in found) == 2  # the read through the mask, and the write that is its gradient
-    with pytest.raises(ZeroDivisionError):
-        syncs.find(lambda: 1 / 0)
-
-
-def test_tensors_in_a_list_are_read_one_by_one():
-    x = torch.randn(3)
-    for make in (torch.tensor, torch.as_tensor, x.new_tensor):
-        with meter.count() as c:
-            make([x[0], [x[1], 2.0][0]])
-        assert c.syncs == 2
-    with meter.count() as c:
-        torch.tensor([1.0, 2.0])
-        torch.tensor(3.0)
-    assert c.syncs == 0
-
-
-# --- the loops ----------------------------------------------------------------------
-
-
-def test_the_mended_loop_waits_only_at_the_end():
-    model = models.mlp([64, 16, 10])
-    opt = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
-    lines = []
-    found = syncs.find(syncs.train, model, opt, syncs_loops.batches(7), lines.append, 3)
-    assert {w.times for w in found} <= {1, 3} and len(lines) == 3  # not 7
-    with redirect_stdout(io.StringIO()):
-        check.train(syncs.train)
-
-
-def test_loop_seconds_take_turns():
-    calls = []
-
-    def loop(name):
-        return lambda *args, **kwargs: calls.append((name, len(args[2])))
-
-    took = syncs_loops.loop_seconds({"a": loop("a"), "b": loop("b")}, 8, steps=4, rounds=2)
-    assert calls == [("a", 3), ("b", 3), ("a", 4), ("b", 4), ("a", 4), ("b", 4)]
-    assert set(took) == {"a", "b"} and min(took.values()) > 0
-
-
-def test_costs():
-    queued, total = syncs_loops.queued_and_total(lambda: torch.ones(3) + 1, 10)
-    assert 0 < queued <= total
-    assert abs(syncs_loops.sync_cost(n=20, rounds=3)) < 0.01
-    took = syncs_loops.watch_seconds(
-        {"none": None, "each": lambda: syncs.NanWatch(way="each", within=0)}, 8, 3, 1
-    )
-    assert set(took) == {"none", "each"}
-
-
-def test_pool_by_rows_and_at_once():
-    for n in (0, 1, 9):
-        x, lengths = syncs_loops.ragged(n, longest=7, width=3, seed=n)
-        lengths[:1] = 0
-        assert torch.allclose(syncs.pool(x, lengths), syncs_loops.pool_by_rows(x, lengths), atol=1e-6)
-
-
-# --- the simulated queue ------------------------------------------------------------
-
-
-def test_a_queue_that_python_fills_faster_than_it_empties():
-    q = syncs_queue.run(steps=200, enqueue=10, kernel=100)
-    assert (q.now, q.total, q.idle()) == (2000, 10 + 200 * 100, 0)
-
-
-def test_a_queue_that_runs_empty():
-    q = syncs_queue.run(steps=5, enqueue=10, kernel=4)
-    assert (q.now, q.total, q.idle()) == (50, 54, 4 * 6)
-
-
-def test_a_sync_after_every_kernel():
-    q = syncs_queue.run(steps=3, enqueue=8, kernel=12, sync_every=1, round_trip=10)
-    assert q.now == q.total == 3 * (8 + 12 + 10)
-    assert q.idle() == 2 * (8 + 10)
-    assert [s.kind for s in q.spans if s.lane == "Python"] == ["launch", "wait"] * 3
-
-
-def test_events_come_in_order():
-    q = syncs_queue.Queue(enqueue=1, round_trip=2)
-    q.launch(10)
-    first = q.record()
-    q.launch(10)
-    assert not q.query(first)
-    q.wait(first)
-    assert q.now == 11 + 2 and q.query(first)
-    q.wait(first)  # come already: only the call is paid
-    assert q.now == 15
-    q.python(100)
-    q.synchronize()
-    assert q.now == 15 + 100 + 2 and syncs_queue.Queue().idle() == 0
+def test_a_queue():
+    queue = syncs.Queue(enqueue=10, round_trip=5)
+    for _ in range(3):
+        queue.launch(30)
+    assert (queue.now, queue.free, queue.total) == (30, 100, 100)
+    queue.synchronize()
+    assert queue.now == 105
+    queue.launch(30)
+    assert queue.total == 145  # idle from 100 to 115
+    assert solutions.largest_gap(syncs.simulated_events(queue)) == (100, 15, "aten::item")
 
 
 def test_explore():
-    data = syncs_queue.explore()
-    assert data["clean"] == syncs_queue.explore(sync_every=0)["total"] < data["total"]
-    assert syncs_queue.explore(sync_every=0)["busy"] > data["busy"]
+    assert syncs.explore(sync_every=0)["slower"] == 1
+    assert syncs.explore()["slower"] == pytest.approx(720 / 296)
+    assert syncs.explore(kernel=60, sync_every=8)["slower"] < 1.05
 
 
-# --- the checks, beyond what test_lessons holds of every check ----------------------
-
-CHECKS = core.exercises(check)
-
-
-def refused(number, *answer):
-    with redirect_stdout(io.StringIO()) as out, pytest.raises(core.Wrong) as e:
-        CHECKS[number](*answer)
-    assert not out.getvalue()
-    return str(e.value)
+def test_events_of_a_real_profile():
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
+        torch.ones(3).sum().item()
+    found = syncs.events(prof)
+    assert {"ph", "cat", "name", "pid", "tid", "ts", "dur"} <= set(found[0])
+    assert "aten::item" in {e["name"] for e in found}
+    assert json.dumps(found) and solutions.largest_gap(found) is None
 
 
-def test_one_hot_gets_a_word_of_its_own():
-    def train(model, opt, batches, log, every):
-        for x, y in batches:
-            opt.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y.clamp(min=0))
-            loss.backward()
-            opt.step()
-            torch.nn.functional.one_hot(y.clamp(min=0), 20)
-        return {}
-
-    assert "reads its input on a CPU" in refused("syncs.1", train)
+def test_step_times():
+    times = syncs.step_times(2000, noise=0.001, bumps=0.1, planted=[700])
+    watch = solutions.SlowSteps(20, 100)
+    assert [i for i, t in enumerate(times) if watch(t)] == [700]
+    assert times[0] > 0.2
 
 
-def test_a_check_names_the_line_that_waits():
-    def pool(x, lengths):
-        longest = int(lengths.max()) if len(lengths) else 0
-        inside = torch.arange(longest) < lengths[:, None]
-        return x[:, :longest].masked_fill(~inside[..., None], 0).sum(1) / lengths[:, None].clamp(min=1)
-
-    assert "`longest = int(lengths.max()) if len(lengths) else 0`" in refused("syncs.3", pool)
-
-
-def test_other_ways_to_be_right():
-    class Watch:
-        "A flag of its own kind, and the copy waited for before the new one is started."
-
-        def __init__(self, fetch, every):
-            self.fetch, self.every, self.n, self.bad, self.copy, self.told = (
-                fetch,
-                every,
-                0,
-                None,
-                None,
-                False,
-            )
-
-        def __call__(self, loss):
-            bad = ~torch.isfinite(loss.detach())
-            self.bad = bad if self.bad is None else self.bad | bad
-            self.n += 1
-            if self.copy and self.n % self.every == 0:
-                self.copy.wait() if not self.copy.ready() else None
-            if self.copy and self.copy.ready():
-                self.told, self.copy = self.told or self.copy.read() > 0, None
-            if self.n % self.every == 0:
-                self.copy = self.fetch(self.bad)
-            return self.told
-
-    def pool(x, lengths):
-        inside = (torch.arange(x.shape[1])[None] < lengths[:, None])[..., None]
-        return torch.where(inside, x, torch.zeros_like(x)).sum(dim=1) / torch.clamp(lengths, min=1)[:, None]
-
-    with redirect_stdout(io.StringIO()):
-        check.nan_watch(Watch)
-        check.pool(pool)
-        check.slow_steps(lambda warmup, window: syncs.SlowSteps(window, warmup, threshold=7))
+def test_figures():
+    queue = syncs.explore()
+    assert len(figures.view_queue(queue).axes) == 1
+    sim = syncs.Queue()
+    for _ in range(4):
+        sim.launch(30)
+        sim.synchronize()
+    events = syncs.simulated_events(sim)
+    fig = figures.draw_traces(
+        {"one": (events, solutions.largest_gap(events)), "two": (events, None)}, zoom=40
+    )
+    title = fig.axes[0].get_title(loc="left") or fig.axes[0].get_title()
+    assert title.startswith("one: largest gap 20 µs")
+    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ["Python", "GPU"]
+    bars = {"a": {"returned": 1.0, "done": 2.0, "print": 3.0}}
+    for drawn in (figures.draw_failure(bars), figures.draw_ratios({8: [1, 2]}, "x", "y"),
+                  figures.draw_ladder({"as found": [2.0, 3.0], "+ one": [1.0, 1.5]}),
+                  figures.draw_slow([1.0, 2.0, 1.0], [1], [1], "title")):  # fmt: skip
+        show.figure(drawn)
 
 
-def test_an_answer_fitted_to_the_lesson_is_refused():
-    refused("syncs.4", lambda events: (421.0, 72.0, None))
-    assert math.isfinite(len(refused("syncs.5", lambda warmup, window: lambda seconds: seconds > 0.018)))
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("code", WAITS + GOES_ON)
+def test_the_finder_and_the_debug_mode_agree(code):
+    given = names("cuda")
+    exec(code, given)  # the first call may set up a library, and wait for that
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        exec(code, given)
+        waits = False
+    except RuntimeError as e:
+        assert "synchroniz" in str(e)
+        waits = True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == (code not in GOES_ON)
+
+
+@gpu
+@needs_gpu
+def test_the_fixed_loop_waits_for_nothing_on_a_gpu():
+    model = models.mlp([64, 32, 10]).cuda()
+    opt = torch.optim.SGD(model.parameters(), 1e-3)
+    batches = syncs.batches(6, 32, device="cuda")
+    solutions.train(model, opt, batches[:2], lambda line: None, 2)
+
+    def guarded():
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        yield from batches
+        torch.cuda.set_sync_debug_mode("default")  # after the last step the loop may read
+
+    try:
+        found = solutions.train(model, opt, guarded(), lambda line: None, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum(found["guesses"]) == 6 * 32
+
+
+def test_ragged_and_batches():
+    x, lengths = syncs.ragged(16)
+    assert bool((x.isnan().any(2).sum(1) == 64 - lengths).all())
+    labels = collections.Counter(y for _, ys in syncs.batches(4) for y in ys.tolist())
+    assert labels[-1] > 10
