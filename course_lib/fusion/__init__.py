@@ -207,7 +207,7 @@ _numbers = itertools.count()
 
 
 def build(source, device="cpu"):
-    "The one kernel in a source text, for `device`: 'cuda', or 'cpu' by Triton's interpreter; kernel[grid](…)."
+    "The kernel in a source text, for `device` 'cuda', or 'cpu' (Triton's interpreter): kernel[grid](…)."
     import triton
     import triton.language as tl
 
@@ -251,8 +251,10 @@ class Fused:
         self.source = self.bytes = None
 
     def __call__(self, *args):
-        key = (*((a.shape, a.stride(), a.dtype, a.device, a.requires_grad) if isinstance(a, torch.Tensor) else a
-                 for a in args), _outside(self.fn))  # fmt: skip
+        about = (
+            (a.shape, a.stride(), a.dtype, a.device, a.requires_grad) for a in args if torch.is_tensor(a)
+        )
+        key = (*about, len(args), _outside(self.fn))
         if key not in self._plans:
             traced = trace(self.fn, *args)
             source = self.generate(traced.graph, traced.shapes)
@@ -289,7 +291,7 @@ def _outside(fn):
 
 
 def require_equal(ways, make):
-    "Raise AssertionError unless {label: function} give the same on clones of the tensors that `make()` gives."
+    "Raise AssertionError unless {label: function} agree on clones of the tensors that `make()` gives."
     given, results = make(), {}
     for label, fn in ways.items():
         args = [a.clone() for a in given]
@@ -312,3 +314,19 @@ def kernel_text(code):
         r"^extern \"C\" .*?^}", code, re.DOTALL | re.MULTILINE
     )
     return found[0].rstrip() if found else code
+
+
+def recognised(fn, training):
+    "Does Inductor put fused attention in place of fn(q, k, v)? Its passes run, and no code is made."
+    from torch._dynamo.utils import counters
+    from torch._inductor import compile_fx
+
+    def backend(graph, inputs):
+        return compile_fx.compile_fx(graph, inputs, inner_compile=lambda graph, inputs, **_: graph.forward)
+
+    torch._dynamo.reset()
+    counters["inductor"].clear()
+    qkv = (torch.randn(2, 3, 16, 8, requires_grad=training) for _ in range(3))
+    torch.compile(fn, backend=backend, fullgraph=True)(*qkv)
+    torch._dynamo.reset()
+    return counters["inductor"]["fuse_attention"] > 0

@@ -104,11 +104,11 @@ def draw_breaks(lines, broken):
     fig, ax = show.axes(figsize=(6.4, 0.3 + 0.3 * len(lines)))
     graph = 0
     for row, line in enumerate(lines):
+        if row:
+            ax.axhspan(row - 0.5, row + 0.5, xmax=0.7, color=show.COLOURS[graph], alpha=0.2, lw=0)
         if row in broken:
-            ax.text(0.72, row, "◀ break: Python runs this", color=ORANGE, va="center", fontsize=9)
+            ax.text(0.82, row, "◀ the graph ends here", color=ORANGE, va="center", fontsize=9)
             graph += 1
-        elif row:
-            ax.axhspan(row - 0.5, row + 0.5, xmax=0.7, color=show.COLOURS[graph % 5], alpha=0.2, lw=0)
         ax.text(0.01, row, line, va="center", family="monospace", fontsize=9)
     ax.set(xlim=(0, 1.15), ylim=(len(lines) - 0.5, -0.5))
     ax.axis("off")
