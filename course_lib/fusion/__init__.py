@@ -135,6 +135,8 @@ def trace(fn, *args):
     _check_nodes(graph, results, args[0].device)
     stored = list(dict.fromkeys([*into, *(r for r in results if r not in inputs)]))
     full = torch.broadcast_shapes(*(a.shape for a in args))
+    if full.numel() > 2**31 - 2**20:
+        raise CannotFuse(f"a result of {full.numel():,} elements: the kernel's offsets have 32 bits")
     for node in stored:
         if node.meta["val"].shape != full:
             raise CannotFuse(
