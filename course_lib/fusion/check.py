@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import itertools
 import math
 import operator
 import random
@@ -113,12 +114,12 @@ def _run(steps, results, args):
     return tuple(values[r] for r in results) if len(results) > 1 else values[results[0]]
 
 
-def _shown(args, named):
-    return ", ".join([*map(str, args), *(f"{k}={v}" for k, v in named.items())])
+def _line(name, op, args, named):
+    return f"{name} = {op}({', '.join([*map(str, args), *(f'{k}={v}' for k, v in named.items())])})"
 
 
 @core.exercise(
-    "fusion.2", "the graphs of 40 functions right: operators, order, numbers, shared values, results"
+    "fusion.2", "the graphs of 40 functions right: functions, order, numbers, shared values, results"
 )
 def capture(answer):
     for case in range(40):
@@ -130,33 +131,29 @@ def capture(answer):
             return _run(steps, results, args)
 
         graph = core.call(answer, fn, count)
-        what = "; ".join(f"v{k} = {op}({_shown(a, n)})" for k, (_, op, a, n) in enumerate(steps))
-        what = f"for {what}; return {', '.join(results)}"[:300]
-        core.require(calls == [count], f"{what}: the function is to be called once, with {count} stand-ins")
+        want = [_line(f"v{k}", op, args, named) for k, (_, op, args, named) in enumerate(steps)]
+        want.append(f"return {results[0] if len(results) == 1 else tuple(results)}".replace("'", ""))
+        where = f" (for {'; '.join(want)[:300]})"
+        core.require(calls == [count], f"call the function once, with {count} stand-ins{where}")
         core.require(isinstance(graph, fx.Graph), f"expected a torch.fx.Graph, got {core.kind(graph)}")
-        inputs, nodes = (
-            graph.find_nodes(op="placeholder"),
-            [n for n in graph.nodes if n.op == "call_function"],
-        )
-        core.equal(len(inputs), count, f"{what}: placeholders of the graph")
-        found = [{"truediv": "div"}.get(n.target.__name__, n.target.__name__) for n in nodes]
-        core.equal(found, [op for _, op, *_ in steps], f"{what}: functions of the graph, in order")
-        names = {n: f"in{k}" for k, n in enumerate(inputs)} | {n: f"v{k}" for k, n in enumerate(nodes)}
-        for node, (_, op, args, named) in zip(nodes, steps, strict=True):
-            got = _shown([names.get(a, a) if isinstance(a, fx.Node) else a for a in node.args], node.kwargs)
-            core.equal(got, _shown(args, named), f"{what}: arguments of {names[node]}, which is {op}")
-        ends = [n for n in graph.nodes if n.op == "output"]
-        core.require(
-            len(ends) == 1, f"{what}: the graph has {len(ends)} output nodes, expected one: graph.output(…)"
-        )
-        got, want = ends[0].args[0], results if len(results) > 1 else results[0]
-        got = [names.get(n, n) for n in got] if isinstance(got, list | tuple) else names.get(got, got)
-        core.require(got == want, f"{what}: the graph returns {got}")
+        names, got = {}, []
+        for node in graph.nodes:
+            names[node] = f"in{len(names)}" if node.op == "placeholder" else f"v{len(names) - count}"
+            args, named = fx.map_arg((node.args, dict(node.kwargs)), names.get)
+            if node.op == "call_function":
+                op = {"truediv": "div"}.get(node.target.__name__, node.target.__name__)
+                got.append(_line(names[node], op, args, named))
+            elif node.op == "output":
+                got.append(
+                    f"return {tuple(args[0]) if isinstance(args[0], list) else args[0]}".replace("'", "")
+                )
+        inputs = len(graph.find_nodes(op="placeholder"))
+        core.equal(inputs, count, f"placeholders of the graph{where}")
+        for mine, line in itertools.zip_longest(got, want):
+            core.require(mine == line, f"expected `{line}`, the graph has `{mine}`{where}")
         fx.GraphModule(nn.Module(), graph)(*(torch.rand(3, 5) for _ in range(count)))
-    for word, fn in {"if": lambda x: x * 2 if x > 0 else x, "while": lambda x: _loop(x)}.items():
-        core.refuses(
-            answer, fn, 1, error=TypeError, why=f"a function with `{word}` has values in place of one graph"
-        )
+    for word, fn in {"if": lambda x: x * 2 if x > 0 else x, "while": _loop}.items():
+        core.refuses(answer, fn, 1, error=TypeError, why=f"a function with `{word}` is not one graph")
 
 
 def _loop(x):
@@ -165,9 +162,7 @@ def _loop(x):
     return x
 
 
-@core.exercise(
-    "fusion.3", "24 graphs as one kernel each: results right, nothing read, computed or written twice"
-)
+@core.exercise("fusion.3", "24 graphs as one kernel each: right, and nothing read, computed or written twice")
 def generate(answer):
     from course_lib.kernels import compiled, watch
 
@@ -179,11 +174,8 @@ def generate(answer):
         where = f" (inputs {', '.join(str(list(a.shape)) for a in args)}; {text[:240]})"
         source = core.call(answer, traced.graph, traced.shapes)
         core.require(isinstance(source, str), f"expected source text, got {core.kind(source)}")
-        n, block, out = (
-            math.prod(traced.full),
-            random.choice([8, 16, 32]),
-            [core.poison(*traced.full) for _ in traced.made],
-        )
+        n, block = math.prod(traced.full), random.choice([8, 16, 32])
+        out = [core.poison(*traced.full) for _ in traced.made]
         try:
             kernel, given = fusion.build(source), core.clone(args)
             with watch.watch() as w:
@@ -194,29 +186,19 @@ def generate(answer):
             raise core.Wrong(f"{fault}{where}")
         want = dict(zip(traced.returns, fn(*(a.double() for a in args)), strict=True))
         for k, o in enumerate(out):
-            mine, value = (
-                t.double().nan_to_num(-7.5, 1e30, -1e30) for t in (o, want["out", k].expand(traced.full))
-            )
+            value = want["out", k].expand(traced.full)
+            mine, value = (t.double().nan_to_num(-7.5, 1e30, -1e30) for t in (o, value))
             core.close(mine, value, f"out{k}{where}", rtol=2e-4, atol=2e-5)
             core.require(w.stores[f"out{k}"].most == 1, f"store each element of out{k} once{where}")
         for k, node in enumerate(traced.graph.find_nodes(op="placeholder")):
             lanes = w.loads[f"in{k}"].elements
             core.require(not w.stores[f"in{k}"].elements, f"the kernel writes to in{k}{where}")
-            rule = (
-                f"once: expected {n} loads"
-                if node.users
-                else "not at all, for no node uses it: expected none"
-            )
-            core.require(
-                (0 < lanes <= n) if node.users else not lanes, f"load in{k} {rule}, got {lanes}{where}"
-            )
-        most, got = (
-            sum(len(re.findall(CALLS, fusion.TRITON[c.target])) for c in calls),
-            len(re.findall(CALLS, source)),
-        )
-        core.require(
-            got <= most, f"compute each node once: expected {most} calls of tl's functions, got {got}{where}"
-        )
+            right = 0 < lanes <= n if node.users else not lanes
+            want = n if node.users else "none, for no node uses it"
+            core.require(right, f"in{k}: elements loaded: expected {want}, got {lanes}{where}")
+        most = sum(len(re.findall(CALLS, fusion.TRITON[c.target])) for c in calls)
+        got = len(re.findall(CALLS, source))
+        core.require(got <= most, f"compute each node once: {most} calls of tl are enough, got {got}{where}")
         bound = zip(inspect.signature(kernel.fn).parameters, [*args, *out, n, 16], strict=True)
         if case < 4 and (reason := compiled.refusal(kernel.fn, dict(bound))):
             raise core.Wrong(f"right in the interpreter, but {reason}{where}")
@@ -255,9 +237,7 @@ def _compiled(fn, calls, what, backend="eager", **options):
     return found, printed.getvalue()
 
 
-@core.exercise(
-    "fusion.4", "every graph printed, counted and run: of one piece, cut in two, and compiled again"
-)
+@core.exercise("fusion.4", "every graph printed, counted and run: whole, cut in two, and compiled again")
 def counting(answer):
     core.need_callable(answer)
     for case in range(4):
@@ -277,10 +257,8 @@ def counting(answer):
         first, second = Counter(tanh=tanhs, mul=muls), Counter(sub=exps, exp=exps)
         want = [first, second] if case % 2 else [first + second]
         rows, columns = core.ragged(3, 9, 2)
-        calls = [
-            tuple(torch.rand(n, columns) for _ in range(2)) for n in [rows] * 2 + [rows + 1] * (case > 1)
-        ]
-        want = want * (1 + (case > 1))
+        sizes, want = [rows, rows] + [rows + 1] * (case > 1), want * (1 + (case > 1))
+        calls = [(torch.rand(n, columns), torch.rand(n, columns)) for n in sizes]
         graphs = []
         found, printed = _compiled(fn, calls, "a function", core.call(lambda g=graphs: answer(g)))
         what = f"{tanhs} tanh, {muls} mul, {exps} sub, {exps} exp{', cut after mul' * (case % 2)}"

@@ -219,8 +219,8 @@ def loads_where_it_uses(graph, shapes):
     stored = [
         f"tl.store(out{k} + offsets, {name(n)}, inside)" for k, n in enumerate(graph.output_node().args[0])
     ]
-    start = ["start = tl.program_id(0) * BLOCK", "offsets = start + tl.arange(0, BLOCK)", "inside = offsets < n",
-             f"row = offsets // {columns}", f"column = offsets - row * {columns}"]  # fmt: skip
+    start = ["offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "inside = offsets < n"]
+    start += [f"row = offsets // {columns}", f"column = offsets - row * {columns}"]
     ins = [f"in{k}" for k in range(len(shapes))] + [f"out{k}" for k in range(len(stored))]
     head = "@triton.jit\ndef kernel(" + ", ".join(ins) + ", n, BLOCK: tl.constexpr):\n    "
     return head + "\n    ".join(start + code + stored) + "\n"
@@ -431,8 +431,8 @@ class MovingMean(nn.Module):
 class KeepsThePower(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.state = nn.Buffer(torch.zeros(2, width))
-        self.power = nn.Buffer(torch.ones(1))
+        self.register_buffer("state", torch.zeros(2, width))
+        self.register_buffer("power", torch.ones(1))
 
     def forward(self, x, repeats):
         self.power *= 0.9
