@@ -52,6 +52,7 @@ TRITON = {
     aten.where.self: "tl.where({0}, {1}, {2})",
     aten._to_copy.default: "{0}",  # every value is held as float32
     aten.clone.default: "{0}",
+    aten.full.default: "tl.full([BLOCK], {1}, tl.float32)",
     aten.full_like.default: "tl.full([BLOCK], {1}, tl.float32)",
     aten.scalar_tensor.default: "tl.full([BLOCK], {0}, tl.float32)",
 }

@@ -439,7 +439,7 @@ class KeepsThePower(nn.Module):
         self.state[0] += x.mean(dim=0)
         self.state[1] += 1
         y = x - self.state[0] / self.state[1]
-        return y / (1 - self.power) * math.pow(0.9, repeats)
+        return y / (1 - self.power) * 0.9**repeats
 
 
 class KeepsTheCounter(solutions.Tracker):
