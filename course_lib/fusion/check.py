@@ -1,218 +1,347 @@
-"Checks of fusion, the first half. Oracles: meter, float64, a walk of the graph, tiles that keep count."
+"Checks of fusion. Oracles: meter, NaN that spreads, eager torch, watched loads and stores, Dynamo's graphs."
 
-import importlib.util
+import contextlib
 import inspect
+import io
+import itertools
 import math
+import operator
 import random
+import re
+from collections import Counter
 
 import torch
+from torch import fx, nn
 
 from course_lib import checking as core
-from course_lib import meter
+from course_lib import fusion, meter
 from course_lib.checking import yours  # noqa: F401
-from course_lib.fusion import check_inputs as inputs
-from course_lib.fusion import check_tiles as fusion_tiles
-from course_lib.fusion.check_compiled import centre, standardise  # noqa: F401
-from course_lib.fusion.check_memory import choose  # noqa: F401
-from course_lib.fusion.codegen import TRITON, build
-from course_lib.fusion.graph import Node
-
-# --- fusion.1 ---------------------------------------------------------------------------
 
 
 @core.exercise("fusion.1", "bytes of 30 chains right, operator by operator and as one kernel")
 def chain_bytes(answer):
     for case in range(30):
-        chain = inputs.chain(case)
-        itemsize = random.choice([2, 4, 8])
-        got = core.call(answer, chain.shapes, chain.steps, chain.results, itemsize)
-        want = _measured(chain, itemsize)
-        what = _described(chain)
-        if not isinstance(got, tuple | list) or len(got) != 2:
-            raise core.Wrong(f"expected (unfused, fused), two numbers of bytes, got {core.kind(got)}")
-        core.equal(got[0], want[0], f"unfused, {what}", "bytes")
-        core.equal(got[1], want[1], f"fused, {what}", "bytes")
-    chain = inputs.chain(0)
-    got = core.call(answer, chain.shapes, chain.steps, chain.results)
-    core.equal(tuple(got), _measured(chain, 4), "with itemsize left out, (unfused, fused)")
+        shapes, steps, results = _chain(case)
+        size = random.choice([2, 8]) if case else 4
+        got = core.call(answer, shapes, steps, results, *[size] * (case > 0))
+        given = ", ".join(f"{k} {list(v)}" for k, v in shapes.items())
+        given += ": " + "; ".join(f"{name} of {', '.join(map(str, args))}" for name, *args in steps)
+        what = f"{given}; returns {', '.join(results)}; {size} bytes each"
+        found = core.parts(got, "unfused fused", what)
+        for part, mine, want in zip(
+            ("unfused", "fused"), found, _counted(shapes, steps, results, size), strict=True
+        ):
+            core.equal(mine, want, f"{part}, {what}", "bytes")
 
 
-def _measured(chain, itemsize):
-    "Unfused as `meter` counts the chain; fused by the inputs from which a NaN reaches a result."
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
-    tensors = {name: torch.rand(shape, dtype=torch.float64).to(dtype) for name, shape in chain.shapes.items()}
-    values = []
-    unfused = meter.of(lambda: values.append(chain.run(tensors)), warmup=0).bytes
-    read = 0
-    for name, t in tensors.items():
-        poisoned = chain.run({**tensors, name: torch.full_like(t, math.nan)})
-        if any(poisoned[r].isnan().any() for r in chain.results):
-            read += meter.of(t.clone).read
-    return unfused, read + sum(values[0][r].nbytes for r in set(chain.results))
+def _chain(case):
+    "Shapes, steps and results of a chain; each mistake shows at fixed cases, and in others by chance."
+    rows, columns = core.ragged(3, 40, 2)
+    shapes = {"x": (rows, columns), "y": (rows, columns)}
+    shapes |= {"bias": (columns,), "scale": (rows, 1)} if case % 3 else {"one": ()}
+    names, steps = list(shapes), []
+    for k in range(random.randrange(3, 8)):
+        a, b, c = random.sample([*names[-3:], *random.sample(names, 2)], 3)
+        forms = [a, b], [a, a], [a, random.choice([1.5, -0.25])], [a, b, c], [a]
+        steps.append((f"t{k}", *forms[(case + k) % 5]))
+        names.append(f"t{k}")
+    results = random.sample([name for name, *_ in steps], 1 + (case % 4 == 1) + (case % 8 == 5))
+    return shapes, steps, results + results[:1] * (case % 4 == 2)
 
 
-def _described(chain):
-    shapes = ", ".join(f"{k} {list(v)}" for k, v in chain.shapes.items())
-    steps = "; ".join(f"{name} of {', '.join(map(str, operands))}" for name, *operands in chain.steps)
-    return f"{shapes}: {steps}; returns {', '.join(chain.results)}"
+def _counted(shapes, steps, results, size):
+    "Unfused as `meter` counts it; fused by the inputs from which a NaN reaches a result."
+    tensors = {k: torch.rand(s).to({2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size])
+               for k, s in shapes.items()}  # fmt: skip
+
+    def run(values):
+        for name, *args in steps:
+            found, number = (
+                [values[a] for a in args if isinstance(a, str)],
+                sum(a for a in args if a in (1.5, -0.25)),
+            )
+            forms = torch.addcmul, torch.add, (lambda a, n=number: a + n) if number else torch.exp
+            values[name] = forms[3 - len(found)](*found)
+        return values
+
+    read = {k for k, t in tensors.items() for r in [run({**tensors, k: t * math.nan})]
+            if any(r[name].isnan().any() for name in results)}  # fmt: skip
+    whole = run(dict(tensors))
+    unfused = meter.of(lambda: run(dict(tensors)), warmup=0).bytes
+    return unfused, sum(whole[name].nbytes for name in {*read, *results})
 
 
-# --- fusion.2 ---------------------------------------------------------------------------
+BINARY = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+UNARY = ("exp", "tanh", "sigmoid", "abs", "relu", "sqrt")
+
+
+def _recipe(case, count):
+    "A function of `count` tensors as steps (way to write it, name, arguments, keywords), and its results."
+    values, steps = [f"in{k}" for k in range(count)][: max(1, count - (case % 3 == 0))], []
+    for k in range(random.randrange(5, 9)):
+        a, b, name = random.choice(values), random.choice(values), random.choice(UNARY)
+        number, way = (
+            random.choice([2, 0.5, -1.25, round(random.uniform(0.1, 3), 3)]),
+            random.choice(["lt", "ge"]),
+        )
+        op, reflected = random.choice(list(BINARY)), list(BINARY)[case % 4]  # each of the four in turn
+        new = [
+            (BINARY[op], op, (a, b), {}),
+            (BINARY[reflected], reflected, (number, a), {}),
+            (operator.neg, "neg", (a,), {}),
+            (operator.methodcaller(name), name, (a,), {}),
+            (getattr(torch, name), name, (a,), {}),
+            [(torch.maximum, "maximum", (a, b), {}), (torch.sub, "sub", (a, b), {"alpha": 2.5})][case % 2],
+            (operator.pow, "pow", (a, 2), {}),
+            (getattr(operator, way), way, (a, b if case % 2 else number), {}),
+            (torch.clamp, "clamp", (a,), {"max": 1.5} if case % 2 else {"min": number, "max": number + 1}),
+        ][(case + k) % 9]
+        steps.append(new)
+        if new[1] == way:
+            branches = [(a, b), (number, b), (a, number)][case % 3]
+            steps.append((torch.where, "where", (f"v{len(steps) - 1}", *branches), {}))
+        if k == 2:
+            steps.append(steps[-1])  # the same again is another node
+        values = [*values, f"v{len(steps) - 1}"]
+    last = f"v{len(steps) - 1}"
+    return steps, [[last], [random.choice(values), last], [last], [last, "in0", last]][case % 4]
+
+
+def _run(steps, results, args):
+    values = {f"in{k}": x for k, x in enumerate(args)}
+    for k, (fn, _, given, named) in enumerate(steps):
+        values[f"v{k}"] = fn(*(values[a] if isinstance(a, str) else a for a in given), **named)
+    return tuple(values[r] for r in results) if len(results) > 1 else values[results[0]]
+
+
+def _line(name, op, args, named):
+    return f"{name} = {op}({', '.join([*map(str, args), *(f'{k}={v}' for k, v in named.items())])})"
 
 
 @core.exercise(
-    "fusion.2", "the graphs of 40 functions right: operators, order, numbers, shared values, results"
+    "fusion.2", "the graphs of 40 functions right: functions, order, numbers, shared values, results"
 )
 def capture(answer):
     for case in range(40):
-        recipe = inputs.recipe(case)
-        calls = []
+        count, calls = 1 + case % 3, []
+        steps, results = _recipe(case, count)
 
-        def fn(*args, recipe=recipe, calls=calls):
+        def fn(*args, steps=steps, results=results, calls=calls):
             calls.append(len(args))
-            return recipe.run(*args)
+            return _run(steps, results, args)
 
-        graph = core.call(answer, fn, recipe.count)
-        core.require(
-            calls == [recipe.count],
-            f"{recipe}: the function was called {len(calls)} times, with "
-            f"{calls} arguments: expected once, with {recipe.count}",
-        )
-        _same_graph(graph, recipe)
-        _same_values(graph, recipe)
-    for what, fn in inputs.UNCAPTURABLE.items():
-        _refuses(answer, what, fn)
-
-
-def _same_graph(graph, recipe):
-    lists = [getattr(graph, name, None) for name in ("inputs", "nodes", "outputs")]
-    if not all(isinstance(x, list | tuple) and all(isinstance(n, Node) for n in x) for x in lists):
-        raise core.Wrong(
-            f"expected a Graph whose inputs, nodes and outputs are lists of Node, got {core.kind(graph)}"
-        )
-    found, nodes, outputs = lists
-    core.equal(len(found), recipe.count, f"{recipe}: inputs of the graph")
-    core.equal(
-        [n.op for n in nodes],
-        [op for op, _ in recipe.expected],
-        f"{recipe}: operators of the graph, in order",
-    )
-    names = {id(n): f"in{k}" for k, n in enumerate(found)}
-    names |= {id(n): f"v{k}" for k, n in enumerate(nodes)}
-    for k, (node, (op, args)) in enumerate(zip(nodes, recipe.expected, strict=True)):
-        got = [_named(a, names) for a in node.args]
-        if got != [str(a) for a in args]:
-            raise core.Wrong(
-                f"{recipe}: v{k} is {op}({', '.join(map(str, args))}), and the graph has "
-                f"{op}({', '.join(got)})"
-            )
-    got = [_named(n, names) for n in outputs]
-    core.require(
-        got == recipe.results,
-        f"{recipe}: the outputs are {', '.join(recipe.results)}, and the graph has "
-        f"{', '.join(got) or 'none'}",
-    )
+        graph = core.call(answer, fn, count)
+        want = [_line(f"v{k}", op, args, named) for k, (_, op, args, named) in enumerate(steps)]
+        want.append(f"return {results[0] if len(results) == 1 else tuple(results)}".replace("'", ""))
+        where = f" (for {'; '.join(want)[:300]})"
+        core.require(calls == [count], f"call the function once, with {count} stand-ins{where}")
+        core.require(isinstance(graph, fx.Graph), f"expected a torch.fx.Graph, got {core.kind(graph)}")
+        names, got = {}, []
+        for node in graph.nodes:
+            names[node] = f"in{len(names)}" if node.op == "placeholder" else f"v{len(names) - count}"
+            args, named = fx.map_arg((node.args, dict(node.kwargs)), names.get)
+            if node.op == "call_function":
+                op = {"truediv": "div"}.get(node.target.__name__, node.target.__name__)
+                got.append(_line(names[node], op, args, named))
+            elif node.op == "output":
+                got.append(
+                    f"return {tuple(args[0]) if isinstance(args[0], list) else args[0]}".replace("'", "")
+                )
+        inputs = len(graph.find_nodes(op="placeholder"))
+        core.equal(inputs, count, f"placeholders of the graph{where}")
+        for mine, line in itertools.zip_longest(got, want):
+            core.require(mine == line, f"expected `{line}`, the graph has `{mine}`{where}")
+        fx.GraphModule(nn.Module(), graph)(*(torch.rand(3, 5) for _ in range(count)))
+    for word, fn in {"if": lambda x: x * 2 if x > 0 else x, "while": _loop}.items():
+        core.refuses(answer, fn, 1, error=TypeError, why=f"a function with `{word}` is not one graph")
 
 
-def _named(a, names):
-    "An argument by its name in the recipe, or as the number that it is."
-    if isinstance(a, Node):
-        return names.get(id(a), "a node that is not in the graph")
-    return str(a) if isinstance(a, int | float) else core.kind(a)
+def _loop(x):
+    while x.exp() < 2.0:
+        x = x + 1.0
+    return x
 
 
-def _same_values(graph, recipe):
-    args = [torch.rand(3, 5, dtype=torch.float64) + 0.5 for _ in range(recipe.count)]
-    want = recipe.run(*args)
-    want = want if isinstance(want, tuple) else (want,)
-    got = inputs.walk(graph, args)
-    for k, (a, b) in enumerate(zip(got, want, strict=True)):
-        # Roots of negative numbers are NaN on both sides.
-        a, b = (t.double().nan_to_num(nan=-7.5, posinf=1e300, neginf=-1e300) for t in (a, b))
-        core.close(a, b, f"{recipe}: output {k} of the graph", rtol=1e-9)
-
-
-def _refuses(answer, what, fn):
-    try:
-        core.call(answer, fn, 1)
-    except NotImplementedError:
-        raise
-    except Exception:
-        return
-    raise core.Wrong(
-        f"a function with {what} was captured, and its graph has one of two paths: raise an exception"
-    )
-
-
-# --- fusion.3 ---------------------------------------------------------------------------
-
-
-@core.exercise(
-    "fusion.3", "30 graphs as one kernel each: results right, nothing read, computed or written twice"
-)
+@core.exercise("fusion.3", "24 graphs as one kernel each: right, and nothing read, computed or written twice")
 def generate(answer):
-    for case in range(30):
-        graph, shapes, full = inputs.graph(case)
-        source = _one_kernel(answer, graph, shapes, full, block=random.choice([8, 16, 32]))
-        if case < 5:  # each kind of shapes
-            _compiles(source, [*shapes, *[full] * len(graph.outputs)])
+    from course_lib.kernels import compiled, watch
+
+    for case in range(24):
+        fn, args = _kernel_case(case)
+        traced = fusion.trace(fn, *args)
+        calls = [n for n in traced.graph.nodes if n.op == "call_function"]
+        text = "; ".join(f"{n.name} = {str(n.target)[5:]}{n.args}" for n in calls)
+        where = f" (inputs {', '.join(str(list(a.shape)) for a in args)}; {text[:240]})"
+        source = core.call(answer, traced.graph, traced.shapes)
+        core.require(isinstance(source, str), f"expected source text, got {core.kind(source)}")
+        n, block = math.prod(traced.full), random.choice([8, 16, 32])
+        out = [core.poison(*traced.full) for _ in traced.made]
+        try:
+            kernel, given = fusion.build(source), core.clone(args)
+            with watch.watch() as w:
+                kernel[(-(-n // block),)](*given, *out, n, BLOCK=block)
+        except Exception as e:
+            raise core.Wrong(f"the kernel raised {core.describe(e.__cause__ or e)}{where}") from None
+        for fault in (*w.outside, *w.races):
+            raise core.Wrong(f"{fault}{where}")
+        want = dict(zip(traced.returns, fn(*(a.double() for a in args)), strict=True))
+        for k, o in enumerate(out):
+            value = want["out", k].expand(traced.full)
+            mine, value = (t.double().nan_to_num(-7.5, 1e30, -1e30) for t in (o, value))
+            core.close(mine, value, f"out{k}{where}", rtol=2e-4, atol=2e-5)
+            core.require(w.stores[f"out{k}"].most == 1, f"store each element of out{k} once{where}")
+        for k, node in enumerate(traced.graph.find_nodes(op="placeholder")):
+            lanes = w.loads[f"in{k}"].elements
+            core.require(not w.stores[f"in{k}"].elements, f"the kernel writes to in{k}{where}")
+            right = 0 < lanes <= n if node.users else not lanes
+            want = n if node.users else "none, for no node uses it"
+            core.require(right, f"in{k}: elements loaded: expected {want}, got {lanes}{where}")
+        most = sum(len(re.findall(CALLS, fusion.TRITON[c.target])) for c in calls)
+        got = len(re.findall(CALLS, source))
+        core.require(got <= most, f"compute each node once: {most} calls of tl are enough, got {got}{where}")
+        bound = zip(inspect.signature(kernel.fn).parameters, [*args, *out, n, 16], strict=True)
+        if case < 4 and (reason := compiled.refusal(kernel.fn, dict(bound))):
+            raise core.Wrong(f"right in the interpreter, but {reason}{where}")
 
 
-def _one_kernel(answer, graph, shapes, full, block):
-    n = math.prod(full)
-    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    want = [v.expand(full) for v in inputs.walk(graph, tensors)]
-    source = core.call(answer, graph, shapes)
-    buffers = {f"in{k}": t.clone() for k, t in enumerate(tensors)}
-    buffers |= {f"out{k}": core.poison(*full, dtype=torch.float64) for k in range(len(want))}
-    what = f"inputs {', '.join(str(list(s)) for s in shapes)}"
+def _kernel_case(case):
+    "A function of four inputs, the last of which it doesn't use, and its arguments."
+    rows, columns = core.ragged(3, 12, 2)
+    rows = columns if case % 4 == 3 else rows
+    full, row, column = (rows, columns), (columns,), (rows, 1)
+    shapes = [[full, row, column], [(), full, row], [column, row, ()], [row, column, full]][case % 4] + [row]
+    steps, results = _recipe(3 * case, 4)
+
+    def fn(*args):
+        found, whole = _run(steps, [*results, results[0]], args), args[0] + args[1] * args[2]
+        return (*(torch.where(whole > math.inf, whole, r) for r in found), 0.5 - whole)
+
+    return fn, [torch.randn(s).to(random.choice([torch.float32, torch.bfloat16])) for s in shapes]
+
+
+CALLS = r"tl\.(?:exp|abs|sqrt|rsqrt|maximum|minimum|where)\("
+
+
+def _compiled(fn, calls, what, backend="eager", **options):
+    "`meter.compiled`, with what `fn` raises in one sentence; and what was printed."
+    printed = io.StringIO()
     try:
-        counts = fusion_tiles.run(source, buffers, n, block)
-    except core.Wrong as e:
-        raise core.Wrong(f"{what}: {e}") from None
-    for k, value in enumerate(want):
-        stored = {counts["store", f"out{k}", i] for i in range(n)}
-        core.require(0 not in stored, f"{what}: not every element of out{k} was stored")
-        core.close(buffers[f"out{k}"], value, f"{what}, output {k} of {_text(graph)}", rtol=1e-5, atol=1e-6)
-        core.require(
-            stored == {1}, f"{what}: elements of out{k} were stored {max(stored)} times: expected once"
-        )
-    for k, t in enumerate(tensors):
-        core.require(torch.equal(buffers[f"in{k}"], t), f"{what}: the kernel wrote to in{k}")
-    needed = inputs.reached(graph)
-    for k, node in enumerate(graph.inputs):
-        loads, expected = counts["load", f"in{k}"], int(id(node) in needed)
-        reason = "once" if expected else "not at all, since no output needs it"
-        core.require(
-            loads == expected,
-            f"{what}: a program loads in{k} {loads} times, and is to load it {reason}, in {_text(graph)}",
-        )
-    most = sum(_operations(node) for node in graph.nodes if id(node) in needed)
-    core.require(
-        counts["operations"] <= most,
-        f"{what}: a program makes {counts['operations']} operations, {most} are enough for {_text(graph)}: "
-        "compute each node that an output needs once",
-    )
-    return source
+        with contextlib.redirect_stdout(printed):
+            found = meter.compiled(fn, *calls[0], then=calls[1:], backend=backend, **options)
+    except core.Wrong:
+        raise
+    except Exception as e:
+        if core._is_stub(e):
+            raise NotImplementedError from None
+        raise core.Wrong(f"compiled, {what} raised {core.describe(e)}") from None
+    return found, printed.getvalue()
 
 
-def _compiles(source, shapes):
-    "Require the compiler for a GPU to take a kernel, where Triton is installed; no GPU is needed."
-    if importlib.util.find_spec("triton") is None:
-        return
-    from course_lib.kernels import compiled
+@core.exercise("fusion.4", "every graph printed, counted and run: whole, cut in two, and compiled again")
+def counting(answer):
+    core.need_callable(answer)
+    for case in range(4):
+        tanhs, exps, muls = (random.randrange(1, 5) for _ in range(3))
 
-    fn = build(source, "cpu").fn
-    values = [*(torch.zeros(shape) for shape in shapes), math.prod(shapes[-1]), 16]
-    if reason := compiled.refusal(fn, dict(zip(inspect.signature(fn).parameters, values, strict=True))):
-        raise core.Wrong(f"{fn.__name__} gives the right results, but {reason}")
+        def fn(x, y, tanhs=tanhs, exps=exps, muls=muls, cut=case % 2):
+            for _ in range(tanhs):
+                x = torch.tanh(x)
+            for _ in range(muls):
+                x = x * y
+            if cut:
+                torch._dynamo.graph_break()
+            for _ in range(exps):
+                x = (x - y).exp()
+            return x
+
+        first, second = Counter(tanh=tanhs, mul=muls), Counter(sub=exps, exp=exps)
+        want = [first, second] if case % 2 else [first + second]
+        rows, columns = core.ragged(3, 9, 2)
+        sizes, want = [rows, rows] + [rows + 1] * (case > 1), want * (1 + (case > 1))
+        calls = [(torch.rand(n, columns), torch.rand(n, columns)) for n in sizes]
+        graphs = []
+        found, printed = _compiled(fn, calls, "a function", core.call(lambda g=graphs: answer(g)))
+        what = f"{tanhs} tanh, {muls} mul, {exps} sub, {exps} exp{', cut after mul' * (case % 2)}"
+        got = [dict(g) if isinstance(g, dict) else g for g in graphs]
+        core.equal(got, [dict(w) for w in want], f"{what}, in {len(calls)} calls: the list of counts")
+        for call, mine in zip(calls, found.results, strict=True):
+            core.close(mine, fn(*call), f"{what}: the compiled function's result")
+        for name, n in sum(want, Counter()).items():
+            missing = f"{what}: every graph is printed, and {name} is not there {n} times"
+            core.require(printed.count(name) >= n, missing)
 
 
-def _operations(node):
-    kinds = ["bool" if isinstance(a, Node) and a.op in inputs.COMPARISONS else
-             "value" if isinstance(a, Node) else None for a in node.args]  # fmt: skip
-    return fusion_tiles.operations(TRITON[node.op], kinds)
+@core.exercise("fusion.5", "one graph, no break, right on both sides of the limit")
+def standardise(answer):
+    core.need_callable(answer)
+    for case in range(4):
+        n, d = core.ragged(3, 14, 2)
+        # Columns lie on both sides of the limit, so that the mean of all and theirs decide differently.
+        x = torch.randn(n, d) + random.uniform(2, 4) * torch.linspace(-1, 1, d)[torch.randperm(d)]
+        x = -x.abs() - 0.1 if case == 3 else x  # nothing is positive: the sum over no element is 0
+        sides = [float(x.mean()) + s * random.uniform(0.05, 0.3) for s in random.sample([-1, 1], 2)]
+        calls = [(x, 5.0), (x - 1, 5.0)] if case == 3 else [(x, s) for s in sides]
+        with contextlib.redirect_stdout(io.StringIO()):
+            _right([core.call(answer, *c) for c in calls], calls, "")
+        what = f"standardise{core.shapes((x, round(calls[0][1], 3)))}"
+        for call in (
+            calls if case < 2 else ()
+        ):  # each again, so that a branch not taken the first time is counted too
+            found, _ = _compiled(answer, [core.clone(call)], what)
+            for b in found.breaks[:1]:
+                more = f" (the first of {len(found.breaks)})"
+                raise core.Wrong(
+                    f"{what}: a graph break{more} at `{b.code[:60] or b.where}`: {b.reason[:80]}"
+                )
+            core.require(found.totals == found.ran == [1], f"{what}: expected one graph, got {found.graphs}")
+        if case > 1:
+            continue
+        found, _ = _compiled(answer, core.clone(calls), what)
+        core.require(not found.eager, f"{what}: a call of the compiled function ran eagerly")
+        _right(found.results, calls, "compiled, ")
 
 
-def _text(graph):
-    return "`" + "; ".join(str(graph).splitlines()[1:])[:300] + "`"
+def _right(results, calls, how):
+    for got, (x, limit) in zip(results, calls, strict=True):
+        side = "above" if float(x.mean()) > limit else "below"
+        what = f"{how}{core.shapes((x,))[1:-1]} whose mean is {side} the limit"
+        y, peak = core.parts(got, "y peak", what)
+        core.close(peak, x.abs().max(), f"{what}: peak", rtol=1e-5)
+        z = x.double() - x.double().mean(0, keepdim=True) * (side == "above")
+        z = z / (1 + math.sqrt(float((z - z.mean()).square().sum()) / (z.numel() - 1)))
+        core.close(y, z * sum(v for v in z.flatten().tolist() if v > 0), f"{what}: y", rtol=1e-3, atol=1e-4)
+
+
+@core.exercise("fusion.6", "two graphs for 10 calls that all differ, and the results right in each")
+def tracker(answer):
+    core.need_callable(answer, "a class")
+    for _ in range(2):
+        width = random.randrange(3, 9)
+        # Not 0 or 1, for which Dynamo makes graphs of their own; rows and repeats change in each call.
+        sizes = zip(core.ragged(2, 30, 10), core.ragged(2, 20, 10), strict=True)
+        calls = [(torch.randn(n, width) + 2, repeats) for n, repeats in sizes]
+        module, other = (core.call(answer, width) for _ in range(2))
+        core.require(isinstance(module, nn.Module), f"expected an nn.Module, got {core.kind(module)}")
+        _tracked([core.call(module, *c) for c in calls], calls, "")
+        # Past this limit Dynamo gives up: enough to see a storm.
+        found, _ = _compiled(other, core.clone(calls), f"Tracker({width})", limit=4)
+        for b in found.breaks[:1]:
+            raise core.Wrong(f"a graph break at `{b.code[:60] or b.where}`: {b.reason[:80]}")
+        if found.graphs > 2:
+            third = next(i for i, n in enumerate(found.totals) if n > 2)
+            guards = [
+                r.guard for r in reversed(found.recompiles) if "size mismatch at index 0" not in r.guard
+            ]
+            why = f"; the guard that failed: `{guards[0][:80]}`" if guards else ""
+            raise core.Wrong(
+                f"call {third + 1} needs a third graph, expected two for {len(calls)} calls{why}"
+            )
+        core.require(not found.eager, "a call of the compiled module ran eagerly")
+        _tracked(found.results, calls, "compiled, ")
+
+
+def _tracked(results, calls, how):
+    for k, (got, (x, repeats)) in enumerate(zip(results, calls, strict=True), 1):
+        mean = torch.stack([c[0].double().mean(0) for c in calls[:k]]).mean(0)
+        want = (x.double() - mean) / (1 - 0.9**k) * 0.9**repeats
+        core.close(got, want, f"{how}call {k}, {core.shapes((x, repeats))}", rtol=2e-3, atol=1e-5)

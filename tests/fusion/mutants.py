@@ -1,15 +1,14 @@
-"Wrong answers to lesson fusion's exercises. Each computes something, and each is what somebody would write."
+"Answers to lesson fusion's exercises: right ones of another style, and wrong ones that compute."
 
 import math
+import re
+from collections import Counter
 
 import torch
-from fusion import mutants_compiled as compiled
-from fusion import mutants_memory as memory
+from torch import fx, nn
 
-from course_lib.fusion import small as fusion_small
+from course_lib import fusion
 from course_lib.fusion import solutions
-from course_lib.fusion.codegen import TRITON, literal
-from course_lib.fusion.graph import Graph, Node
 
 REFERENCE = {
     number: tuple(getattr(solutions, name) for name in names) for number, names in solutions.EXERCISES.items()
@@ -19,9 +18,39 @@ REFERENCE = {
 # --- fusion.1: bytes of a chain ---------------------------------------------------------
 
 
-def _bytes(shapes, steps, results, itemsize=4, *, distinct=True, writes=True, full_reads=False, live=True,
-           outputs=set, needs_inputs=True, numbers=0):  # fmt: skip
-    "The library's sum, in which any part can be done otherwise."
+def by_tensors_without_data(shapes, steps, results, itemsize=4):
+    values = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
+    moved, made = 0, {}
+    for name, *operands in steps:
+        read = list(dict.fromkeys(a for a in operands if isinstance(a, str)))
+        values[name] = sum(values[a] for a in read)
+        moved += values[name].numel() + sum(values[a].numel() for a in read)
+        made[name] = read
+
+    def inputs(name):
+        return {name} if name in shapes else {i for a in made[name] for i in inputs(a)}
+
+    once = {*results, *(i for r in results for i in inputs(r))}
+    return moved * itemsize, sum(values[n].numel() for n in once) * itemsize
+
+
+def walking_back(shapes, steps, results, itemsize=4):
+    sizes, total = dict(shapes), 0
+    for name, *operands in steps:
+        given = {a: sizes[a] for a in operands if not isinstance(a, int | float)}
+        sizes[name] = torch.broadcast_shapes(*given.values())
+        total += sum(map(math.prod, [*given.values(), sizes[name]]))
+    needed = set(results)
+    for name, *operands in reversed(steps):
+        if name in needed:
+            needed |= {a for a in operands if isinstance(a, str)}
+    return total * itemsize, sum(
+        math.prod(sizes[n]) for n in (needed & set(shapes)) | set(results)
+    ) * itemsize
+
+
+def _bytes(shapes, steps, results, itemsize=4, *, distinct=True, full_reads=False, live=True, outputs=set):
+    "The sum, in which a part can be wrong."
     inputs, shapes = list(shapes), dict(shapes)
     needs, unfused = {name: {name} for name in shapes}, 0
     for name, *operands in steps:
@@ -30,8 +59,7 @@ def _bytes(shapes, steps, results, itemsize=4, *, distinct=True, writes=True, fu
         shapes[name] = tuple(torch.broadcast_shapes(*(shapes[a] for a in read)))
         needs[name] = set().union(*(needs[a] for a in read))
         size = math.prod(shapes[name])
-        unfused += sum(size if full_reads else math.prod(shapes[a]) for a in read) + size * writes
-        unfused += numbers * (len(operands) - len([a for a in operands if isinstance(a, str)]))
+        unfused += sum(size if full_reads else math.prod(shapes[a]) for a in read) + size
     read = set().union(*(needs[name] for name in results)) if live else set(inputs)
     fused = sum(math.prod(shapes[n]) for n in read) + sum(math.prod(shapes[n]) for n in outputs(results))
     return unfused * itemsize, fused * itemsize
@@ -39,10 +67,6 @@ def _bytes(shapes, steps, results, itemsize=4, *, distinct=True, writes=True, fu
 
 def reads_an_operand_twice(*args):
     return _bytes(*args, distinct=False)
-
-
-def forgets_that_each_step_writes(*args):
-    return _bytes(*args, writes=False)
 
 
 def reads_a_broadcast_row_as_a_matrix(*args):
@@ -53,432 +77,444 @@ def reads_inputs_that_nothing_needs(*args):
     return _bytes(*args, live=False)
 
 
-def writes_one_result_of_several(*args):
-    return _bytes(*args, outputs=lambda results: set(results[:1]))
-
-
-def counts_elements(shapes, steps, results, itemsize=4):
-    return _bytes(shapes, steps, results, 1)
+def writes_a_result_as_often_as_it_is_named(*args):
+    return _bytes(*args, outputs=list)
 
 
 def takes_float32_for_granted(shapes, steps, results, itemsize=4):
     return _bytes(shapes, steps, results, 4)
 
 
-def reads_numbers_from_memory(*args):
-    return _bytes(*args, numbers=1)
-
-
-def writes_all_the_steps_too(shapes, steps, results, itemsize=4):
-    return _bytes(shapes, steps, results, itemsize, outputs=lambda _: {name for name, *_ in steps})
-
-
-def fused_is_a_share_of_unfused(shapes, steps, results, itemsize=4):
-    unfused, _ = _bytes(shapes, steps, results, itemsize)
-    return unfused, unfused // len(steps)
-
-
-def the_other_way_round(*args):
-    return _bytes(*args)[::-1]
-
-
-def reads_the_results_too(shapes, steps, results, itemsize=4):
-    "A result that a later step uses is read back."
-    unfused, fused = _bytes(shapes, steps, results, itemsize)
-    sizes = dict(shapes)
-    for name, *operands in steps:
-        sizes[name] = torch.broadcast_shapes(*(sizes[a] for a in operands if isinstance(a, str)))
-    used = {a for _, *operands in steps for a in operands} & set(results)
-    return unfused, fused + itemsize * sum(math.prod(sizes[name]) for name in used)
-
-
 # --- fusion.2: capture a function -------------------------------------------------------
 
 
-def _captured(fn, count, proxy):
-    graph = Graph()
-    out = fn(*[proxy(graph, graph.input()) for _ in range(count)])
-    graph.outputs = [p.node for p in (out if isinstance(out, tuple | list) else [out])]
+def by_closures(fn, count):
+    "Another stand-in: every way to call it goes through __torch_function__."
+    graph = fx.Graph()
+
+    class Value:
+        def __init__(self, node):
+            self.node = node
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            def bare(a):
+                return a.node if isinstance(a, cls) else a
+
+            named = {k: bare(a) for k, a in (kwargs or {}).items()}
+            return cls(graph.call_function(func, tuple(map(bare, args)), named))
+
+        def __getattr__(self, op):
+            if op[0] == "_":
+                raise AttributeError(op)
+            return lambda *args, **named: getattr(torch, op)(self, *args, **named)
+
+        def __bool__(self):
+            raise TypeError("a stand-in has no value")
+
+    for name in ("add", "sub", "mul", "truediv", "pow", "lt", "le", "gt", "ge"):
+        op = getattr(torch, {"truediv": "div"}.get(name, name))
+        setattr(Value, f"__{name}__", lambda a, b, op=op: Value.__torch_function__(op, (), (a, b)))
+        setattr(Value, f"__r{name}__", lambda a, b, op=op: Value.__torch_function__(op, (), (b, a)))
+    Value.__neg__ = lambda a: torch.neg(a)
+    out = fn(*(Value(graph.placeholder(f"x{k}")) for k in range(count)))
+    graph.output([v.node for v in out] if isinstance(out, tuple) else out.node)
     return graph
 
 
-def reflected_operators_in_the_wrong_order(fn, count):
-    class Proxy(_Proxy):
-        def __rsub__(self, other):
-            return self.record("sub", self, other)
+class _Proxy(solutions.Proxy):
+    "The course's stand-in, of which values are of the same kind."
 
-    return _captured(fn, count, Proxy)
+    def record(self, function, *args, **kwargs):
+        made = super().record(function, *args, **kwargs)
+        return type(self)(made.graph, made.node)
+
+
+def _captured(fn, count, proxy=_Proxy):
+    graph = fx.Graph()
+    out = fn(*[proxy(graph, graph.placeholder(f"in{k}")) for k in range(count)])
+    graph.output(tuple(p.node for p in out) if isinstance(out, tuple) else out.node)
+    return graph
+
+
+def with_a_class_of_its_own(fn, count):
+    return _captured(fn, count)
 
 
 def reflected_division_in_the_wrong_order(fn, count):
     class Proxy(_Proxy):
         def __rtruediv__(self, other):
-            return self.record("div", self, other)
-
-    return _captured(fn, count, Proxy)
-
-
-def a_power_the_wrong_way_round(fn, count):
-    class Proxy(_Proxy):
-        def __rpow__(self, other):
-            return self.record("pow", self, other)
+            return self.record(torch.div, self, other)
 
     return _captured(fn, count, Proxy)
 
 
 def takes_the_first_branch(fn, count):
     class Proxy(_Proxy):
-        loops = 0
+        asked = 0
 
         def __bool__(self):
-            Proxy.loops += 1
-            return Proxy.loops % 2 == 1
+            Proxy.asked += 1
+            return Proxy.asked % 2 == 1
 
     return _captured(fn, count, Proxy)
 
 
-def puts_the_proxy_first(fn, count):
+def keywords_become_positions(fn, count):
     class Proxy(_Proxy):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            proxies = [a for a in args if isinstance(a, cls)]
-            return proxies[0].record(func.__name__, *proxies, *(a for a in args if not isinstance(a, cls)))
+            proxy = next(a for a in args if isinstance(a, cls))
+            return proxy.record(func, *args, *(kwargs or {}).values())
 
     return _captured(fn, count, Proxy)
 
 
-def forgets_numbers(fn, count):
-    class Proxy(_Proxy):
-        def record(self, op, *args):
-            return super().record(op, *(a for a in args if isinstance(a, fusion_small.Proxy)))
-
-    return _captured(fn, count, Proxy)
-
-
-def rounds_numbers(fn, count):
-    class Proxy(_Proxy):
-        def record(self, op, *args):
-            return super().record(op, *(round(a) if isinstance(a, float) else a for a in args))
-
-    return _captured(fn, count, Proxy)
-
-
-def copies_what_is_used_twice(fn, count):
-    "The graph as a tree: each use of a value is another node."
-    graph = fusion_small.capture(fn, count)
-    tree = Graph()
-    tree.inputs = graph.inputs
-
-    def copied(node):
-        if not isinstance(node, Node) or node.op == "input":
-            return node
-        return tree.add(node.op, *map(copied, node.args))
-
-    tree.outputs = [copied(node) for node in graph.outputs]
-    return tree
-
-
-def returns_the_last_node(fn, count):
-    graph = fusion_small.capture(fn, count)
-    graph.outputs = graph.nodes[-1:]
-    return graph
-
-
-def loses_an_output(fn, count):
-    graph = fusion_small.capture(fn, count)
-    graph.outputs = graph.outputs[:1]
-    return graph
-
-
-def outputs_once_each(fn, count):
-    graph = fusion_small.capture(fn, count)
-    graph.outputs = list(dict.fromkeys(graph.outputs))
-    return graph
-
-
-def drops_unused_inputs(fn, count):
-    graph = fusion_small.capture(fn, count)
-    needed = graph.needed()
-    graph.inputs = [node for node in graph.inputs if node in needed]
+def merges_equal_calls(fn, count):
+    graph, seen = solutions.capture(fn, count), {}
+    for node in graph.find_nodes(op="call_function"):
+        first = seen.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
     return graph
 
 
 def drops_dead_code(fn, count):
-    return fusion_small.capture(fn, count).simplified()
-
-
-def calls_it_twice(fn, count):
-    fusion_small.capture(fn, count)
-    return fusion_small.capture(fn, count)
-
-
-_kept = Graph()
-
-
-def keeps_one_graph_for_all(fn, count):
-    out = fn(*[_Proxy(_kept, _kept.input()) for _ in range(count)])
-    _kept.outputs = [p.node for p in (out if isinstance(out, tuple | list) else [out])]
-    return _kept
-
-
-def names_the_python_operator(fn, count):
-    graph = fusion_small.capture(fn, count)
-    for node in graph.nodes:
-        node.op = {"div": "truediv"}.get(node.op, node.op)
+    graph = solutions.capture(fn, count)
+    graph.eliminate_dead_code()
     return graph
-
-
-def subtracts_by_adding(fn, count):
-    class Proxy(_Proxy):
-        def __sub__(self, other):
-            return self + (-other)
-
-    return _captured(fn, count, Proxy)
-
-
-class _Proxy(fusion_small.Proxy):
-    "The library's proxy, of which values are of the same kind."
-
-    def record(self, op, *args):
-        made = super().record(op, *args)
-        return type(self)(made.graph, made.node)
 
 
 # --- fusion.3: one kernel ---------------------------------------------------------------
 
 
-def _source(graph, shapes, *, mask=", mask=m", store_mask=", mask=m", index=None, needed=None, body=None,
-            outputs=None, start="tl.program_id(0) * BLOCK + ", number=literal, load_first=True):  # fmt: skip
-    "The library's generator, in which any part can be done otherwise."
-    full = torch.broadcast_shapes(*shapes)
-    names, needed = graph.names(), graph.needed() if needed is None else needed
-    pointers = [f"in{k}" for k in range(len(shapes))] + [f"out{k}" for k in range(len(graph.outputs))]
-    lines = [f"i = {start}tl.arange(0, BLOCK)", "m = i < n"]
-    loads = {}
-    for k, (node, shape) in enumerate(zip(graph.inputs, shapes, strict=True)):
-        at = (index or fusion_small._index)(shape, full, full[-1])
-        loads[node] = f"tl.load(in{k} + {at}{mask})"
-        if node in needed and load_first:
-            names[node] = f"x{k}"
-            lines.append(f"x{k} = {loads[node]}")
-        elif not load_first:
-            names[node] = loads[node]
+def loads_where_it_uses(graph, shapes):
+    "Each load stands before the first use; rows and columns are lines of their own; one number is one lane."
+    columns = torch.broadcast_shapes(*shapes, (1, 1))[1]
+    inputs, code, names = list(graph.find_nodes(op="placeholder")), [], {}
+    whole = torch.broadcast_shapes(*shapes, (1, 1))
+
+    def name(a):
+        if isinstance(a, fx.Node):
+            if a not in names:
+                k = inputs.index(a)
+                shape, at = tuple(shapes[k]), f"in{k} + offsets"
+                if not shape:
+                    names[a] = f"a{k}"
+                    code.append(f"a{k} = tl.load(in{k}).to(tl.float32)")
+                    return names[a]
+                if shape != whole:
+                    at = f"in{k} + {'column' if len(shape) == 1 else 'row'}"
+                names[a] = f"a{k}"
+                code.append(f"a{k} = tl.load({at}, mask=inside, other=1.0).to(tl.float32)")
+            return names[a]
+        return fusion.literal(a) if isinstance(a, int | float) else ""
+
     for node in graph.nodes:
-        if node in needed:
-            operands = [names[a] if isinstance(a, Node) else number(a, torch.float32) for a in node.args]
-            lines.append(f"{names[node]} = {(body or _plain)(node, operands)}")
-    for k, node in outputs(graph) if outputs else enumerate(graph.outputs):
-        lines.append(f"tl.store(out{k} + i, {names[node]}{store_mask})")
-    head = f"@triton.jit\ndef fused({', '.join(pointers)}, n, BLOCK: tl.constexpr):\n"
-    return head + "".join(f"    {line}\n" for line in lines)
+        if node.op == "call_function":
+            value = fusion.TRITON[node.target].format(*map(name, node.args))
+            names[node] = f"v_{node.name}"
+            code.append(f"{names[node]} = {value}")
+    stored = [
+        f"tl.store(out{k} + offsets, {name(n)}, inside)" for k, n in enumerate(graph.output_node().args[0])
+    ]
+    start = ["offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "inside = offsets < n"]
+    start += [f"row = offsets // {columns}", f"column = offsets - row * {columns}"]
+    ins = [f"in{k}" for k in range(len(shapes))] + [f"out{k}" for k in range(len(stored))]
+    head = "@triton.jit\ndef kernel(" + ", ".join(ins) + ", n, BLOCK: tl.constexpr):\n    "
+    return head + "\n    ".join(start + code + stored) + "\n"
 
 
-def leaves_the_block_a_number(graph, shapes):
-    return _source(graph, shapes).replace("BLOCK: tl.constexpr", "BLOCK")
+def with_other_names(graph, shapes):
+    source = solutions.generate(graph, shapes).replace("mask=m)", "mask=keep, other=0.0)")
+    return source.replace("m = i < n", "keep = n > i").replace("mask=keep, other=0.0)\n", "mask=keep)\n")
 
 
-def keeps_values_in_a_dictionary(graph, shapes):
-    return _source(graph, shapes).replace("m = i < n", 'm = {"m": i < n}["m"]')
+def _index(fn):
+    "The course's generator with another index into the inputs."
+
+    def generate(graph, shapes):
+        rows, columns = torch.broadcast_shapes(*shapes, (1, 1))
+        lines = solutions.generate(graph, shapes).splitlines()
+        for k, shape in enumerate(shapes):
+            old, new = (f(tuple(shape), rows, columns) for f in (solutions.where_in_memory, fn))
+            lines = [line.replace(f"tl.load(in{k} + {old},", f"tl.load(in{k} + {new},") for line in lines]
+        return "\n".join(lines) + "\n"
+
+    return generate
 
 
-def _plain(node, operands):
-    return TRITON[node.op].format(*operands)
+def _by_elements(shape, rows, columns):
+    size = math.prod(shape)
+    return {rows * columns: "i", 1: "i * 0", rows: f"i // {columns}"}.get(size, f"i % {columns}")
 
 
-def stores_one_output(graph, shapes):
-    return _source(graph, shapes, outputs=lambda g: [(0, g.outputs[0])])
-
-
-def stores_outputs_in_reverse(graph, shapes):
-    return _source(graph, shapes, outputs=lambda g: enumerate(reversed(g.outputs)))
-
-
-def stores_the_last_value(graph, shapes):
-    return _source(graph, shapes, outputs=lambda g: [(k, g.nodes[-1]) for k in range(len(g.outputs))],
-                   needed=set(graph.inputs) | set(graph.nodes))  # fmt: skip
-
-
-def swaps_the_operands(graph, shapes):
-    return _source(
-        graph, shapes, body=lambda node, args: _plain(node, args[::-1] if len(args) == 2 else args)
-    )
-
-
-def numbers_come_second(graph, shapes):
-    def body(node, args):
-        first = len(args) == 2 and not isinstance(node.args[0], Node)
-        return _plain(node, args[::-1] if first else args)
-
-    return _source(graph, shapes, body=body)
+column_or_row_by_number_of_elements = _index(_by_elements)
+rows_and_columns_exchanged = _index(
+    lambda *a: solutions.where_in_memory(*a).translate({ord("/"): "%", ord("%"): "/"}).replace("%%", "%")
+)
 
 
 def loads_without_a_mask(graph, shapes):
-    return _source(graph, shapes, mask="")
+    return solutions.generate(graph, shapes).replace(", mask=m).to", ").to")
 
 
-def stores_without_a_mask(graph, shapes):
-    return _source(graph, shapes, store_mask="")
+def writes_numbers_with_str(graph, shapes):
+    return solutions.generate(graph, shapes).replace('float("inf")', "inf")
 
 
-def every_program_is_the_first(graph, shapes):
-    return _source(graph, shapes, start="")
-
-
-def reads_all_inputs_alike(graph, shapes):
-    return _source(graph, shapes, index=lambda *_: "i")
-
-
-def rows_and_columns_exchanged(graph, shapes):
-    def index(shape, full, columns):
-        right = fusion_small._index(shape, full, columns)
-        return right.replace("//", "@").replace("%", "//").replace("@", "%")
-
-    return _source(graph, shapes, index=index)
-
-
-def takes_the_index_apart_by_rows(graph, shapes):
-    return _source(graph, shapes, index=lambda s, full, _: fusion_small._index(s, full, full[0]))
-
-
-def wraps_every_small_input(graph, shapes):
-    "i % size: right for a row, wrong for a column."
-    return _source(graph, shapes, index=lambda s, full, _: "i" if s == full else f"i % {math.prod(s)}")
-
-
-def loads_inputs_that_nothing_needs(graph, shapes):
-    return _source(graph, shapes, needed=graph.needed() | set(graph.inputs))
-
-
-def computes_dead_code(graph, shapes):
-    return _source(graph, shapes, needed=set(graph.inputs) | set(graph.nodes))
-
-
-def loads_at_each_use(graph, shapes):
-    return _source(graph, shapes, load_first=False)
+def computes_in_the_inputs_type(graph, shapes):
+    return solutions.generate(graph, shapes).replace(".to(tl.float32)", ".to(tl.bfloat16).to(tl.float32)")
 
 
 def writes_expressions_within_expressions(graph, shapes):
-    "Right, and a value that is used twice is computed twice."
-    full = torch.broadcast_shapes(*shapes)
-    loads = {node: f"x{k}" for k, node in enumerate(graph.inputs)}
-
-    def code(a):
-        if not isinstance(a, Node):
-            return literal(a, torch.float32)
-        return loads.get(a) or "(" + TRITON[a.op].format(*map(code, a.args)) + ")"
-
-    lines = ["i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "m = i < n"]
-    needed = graph.needed()
-    lines += [f"x{k} = tl.load(in{k} + {fusion_small._index(s, full, full[-1])}, mask=m)"
-              for k, (s, x) in enumerate(zip(shapes, graph.inputs, strict=True)) if x in needed]  # fmt: skip
-    lines += [f"tl.store(out{k} + i, {code(node)}, mask=m)" for k, node in enumerate(graph.outputs)]
-    pointers = [f"in{k}" for k in range(len(shapes))] + [f"out{k}" for k in range(len(graph.outputs))]
-    head = f"@triton.jit\ndef fused({', '.join(pointers)}, n, BLOCK: tl.constexpr):\n"
-    return head + "".join(f"    {line}\n" for line in lines)
+    "A value that is used twice is computed twice."
+    head, *lines = solutions.generate(graph, shapes).splitlines(), {}
+    kept, values = [], lines[0]
+    for line in head:
+        text = re.sub(r"\b\w+\b", lambda m: values.get(m[0], m[0]), line.partition(" = ")[2] or line)
+        name = line.partition(" = ")[0].strip()
+        if " = " in line and "tl.load" not in line and name not in ("i", "m"):
+            values[name] = f"({text})"
+        else:
+            kept.append(line if " = " in line else text)
+    return "\n".join(kept) + "\n"
 
 
-def expressions_without_brackets(graph, shapes):
-    "The text of an operand put into the text of its user as it is."
-    source, texts = writes_expressions_within_expressions(graph, shapes), {}
-    names = {node: f"x{k}" for k, node in enumerate(graph.inputs)}
-
-    def code(a):
-        if not isinstance(a, Node):
-            return literal(a, torch.float32)
-        if a not in texts:
-            texts[a] = names.get(a) or TRITON[a.op].format(*map(code, a.args))
-        return texts[a]
-
-    kept = [line for line in source.splitlines() if "tl.store" not in line]
-    kept += [f"    tl.store(out{k} + i, {code(node)}, mask=m)" for k, node in enumerate(graph.outputs)]
-    return "\n".join(kept)
+def keeps_the_mask_in_a_dictionary(graph, shapes):
+    "Python that the interpreter runs and the compiler for a GPU refuses."
+    return solutions.generate(graph, shapes).replace("m = i < n", 'm = {"m": i < n}["m"]')
 
 
-def rounds_the_numbers(graph, shapes):
-    return _source(graph, shapes, number=lambda a, dtype: repr(int(a)))
+# --- fusion.4: a backend ----------------------------------------------------------------
 
 
-def loses_the_sign_of_numbers(graph, shapes):
-    return _source(graph, shapes, number=lambda a, dtype: repr(abs(a)))
+class CountingClass:
+    def __init__(self, graphs):
+        self.graphs = graphs
+
+    def __call__(self, gm, example_inputs):
+        print(gm.graph)
+        found = Counter()
+        for node in gm.graph.nodes:
+            if node.op.startswith("call_"):
+                found[getattr(node.target, "__name__", node.target)] += 1
+        self.graphs += [found]
+        return gm
 
 
-def a_kernel_for_each_output(graph, shapes):
-    sources = []
-    for node in graph.outputs:
-        one = Graph()
-        one.inputs, one.nodes, one.outputs = graph.inputs, graph.nodes, [node]
-        sources.append(_source(one, shapes))
-    return "\n\n".join([*sources, _source(graph, shapes)])
+def by_the_interpreter(graphs):
+    def backend(gm, example_inputs):
+        gm.print_readable()
+        called = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+        graphs.append(Counter(n.target if isinstance(n.target, str) else n.target.__name__ for n in called))
+        return lambda *args: fx.Interpreter(gm).run(*args)
+
+    return backend
 
 
-def writes_the_first_value_back(graph, shapes):
-    "The first intermediate value is stored over an input, where nobody looks."
-    source = _source(graph, shapes)
-    name = graph.names()[graph.nodes[0]]
-    full = next((k for k, s in enumerate(shapes) if s == torch.broadcast_shapes(*shapes)), None)
-    return source if full is None else source + f"    tl.store(in{full} + i, {name}, mask=m)\n"
+def _backend(count=None, put=None):
+    def counting(graphs):
+        def backend(gm, example_inputs):
+            print(gm.code)
+            called = [n for n in gm.graph.nodes if n.op.startswith("call_")]
+            found = Counter(getattr(n.target, "__name__", n.target) for n in called)
+            found = count(called) if count else found
+            if put:
+                return put(graphs, found, gm, example_inputs)
+            graphs.append(found)
+            return gm.forward
+
+        return backend
+
+    return counting
 
 
-def stores_each_output_twice(graph, shapes):
-    return _source(graph, shapes, outputs=lambda g: [*enumerate(g.outputs), *enumerate(g.outputs)])
+def _at_each_run(graphs, found, gm, example_inputs):
+    return lambda *args: graphs.append(found) or gm(*args)
 
 
-def takes_an_input_that_is_an_output_for_done(graph, shapes):
-    return _source(
-        graph, shapes, outputs=lambda g: [(k, n) for k, n in enumerate(g.outputs) if n not in g.inputs]
-    )
+def _result_of_the_example(graphs, found, gm, example_inputs):
+    graphs.append(found)
+    out = gm(*example_inputs)
+    return lambda *args: out
 
 
+def _all_in_one(graphs, found, gm, example_inputs):
+    graphs[:] = [sum(graphs, found)]
+    return gm.forward
+
+
+def does_not_print(graphs):
+    def backend(gm, example_inputs):
+        called = [n for n in gm.graph.nodes if n.op.startswith("call_")]
+        graphs.append(Counter(getattr(n.target, "__name__", n.target) for n in called))
+        return gm.forward
+
+    return backend
+
+
+counts_by_the_nodes_names = _backend(count=lambda called: Counter(n.name for n in called))
+forgets_methods = _backend(
+    count=lambda called: Counter(n.target.__name__ for n in called if n.op == "call_function")
+)
+counts_at_each_run = _backend(put=_at_each_run)
+returns_the_examples_result = _backend(put=_result_of_the_example)
+adds_all_graphs_up = _backend(put=_all_in_one)
+
+
+# --- fusion.5: four graph breaks --------------------------------------------------------
+
+
+def with_a_factor(x, limit):
+    peak = x.abs().amax()
+    x = x - x.mean(dim=0, keepdim=True) * (x.mean() > limit)
+    y = x / (1 + x.var().sqrt())
+    return y * torch.where(y > 0, y, 0).sum(), peak
+
+
+def with_relu(x, limit):
+    above = (x.sum() / x.numel() > limit).to(x.dtype)
+    y = torch.lerp(x, x - x.mean(0), above)
+    y = y / y.std().add(1)
+    return [y * y.relu().sum(), torch.maximum(x.max(), -x.min())]
+
+
+def _standardise(x, limit, *, centre=None, scale=torch.std, gain=None):
+    "The course's function, in which a part can be wrong."
+    peak = x.abs().max()
+    x = (centre or (lambda x, limit: torch.where(x.mean() > limit, x - x.mean(0), x)))(x, limit)
+    y = x / (1 + scale(x))
+    return y * (gain or (lambda y: torch.where(y > 0, y, 0).sum()))(y), peak
+
+
+def keeps_the_mask(x, limit):
+    return _standardise(x, limit, gain=lambda y: y[y > 0].sum())
+
+
+def item_in_place_of_float(x, limit):
+    return _standardise(x, limit, scale=lambda x: x.std().item())
+
+
+def centres_only_where_it_is_compiled(x, limit):
+    if torch.compiler.is_compiling():
+        return _standardise(x, limit, centre=lambda x, limit: x - x.mean(0))
+    return solutions.standardise(x, limit)
+
+
+def decides_for_each_column(x, limit):
+    return _standardise(x, limit, centre=lambda x, limit: torch.where(x.mean(0) > limit, x - x.mean(0), x))
+
+
+def deviation_before_centring(x, limit):
+    scale = x.std()
+    return _standardise(x, limit, scale=lambda _: scale)
+
+
+# --- fusion.6: a recompile storm --------------------------------------------------------
+
+
+class MovingMean(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("n", torch.tensor(0.0))
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x, repeats):
+        self.n.add_(1)
+        self.mean.add_((x.mean(0) - self.mean) / self.n)
+        y = (x - self.mean) / (1 - torch.pow(0.9, self.n))
+        return y * (0.9**repeats)
+
+
+class KeepsThePower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, width))
+        self.register_buffer("power", torch.ones(1))
+
+    def forward(self, x, repeats):
+        self.power *= 0.9
+        self.state[0] += x.mean(dim=0)
+        self.state[1] += 1
+        y = x - self.state[0] / self.state[1]
+        return y / (1 - self.power) * 0.9**repeats
+
+
+class KeepsTheCounter(solutions.Tracker):
+    def __init__(self, width):
+        super().__init__(width)
+        del self.calls
+        self.calls = 0
+
+
+class KeepsTheLoop(solutions.Tracker):
+    def forward(self, x, repeats):
+        y = super().forward(x, 0)
+        for _ in range(repeats):
+            y = 0.9 * y
+        return y
+
+
+class ReadsTheCounter(solutions.Tracker):
+    def forward(self, x, repeats):
+        self.calls += 1
+        self.total += x.mean(0)
+        return (x - self.total / self.calls) / (1 - 0.9 ** self.calls.item()) * 0.9**repeats
+
+
+class WeighsByRows(solutions.Tracker):
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x, repeats):
+        self.calls += 1
+        self.rows += len(x)
+        self.total += x.sum(0)
+        return (x - self.total / self.rows) / (1 - 0.9**self.calls) * 0.9**repeats
+
+
+class BakesTheRepeatsIn(solutions.Tracker):
+    "What was there at the first call stays: one graph, and wrong."
+
+    kept = None
+
+    def forward(self, x, repeats):
+        self.kept = self.kept or repeats
+        return super().forward(x, self.kept)
+
+
+RIGHT = {
+    "fusion.1": [by_tensors_without_data, walking_back],
+    "fusion.2": [by_closures, with_a_class_of_its_own],
+    "fusion.3": [loads_where_it_uses, with_other_names],
+    "fusion.4": [CountingClass, by_the_interpreter],
+    "fusion.5": [with_a_factor, with_relu],
+    "fusion.6": [MovingMean, KeepsThePower],
+}
 MUTANTS = {
     "fusion.1": [
-        reads_an_operand_twice, forgets_that_each_step_writes, reads_a_broadcast_row_as_a_matrix,
-        reads_inputs_that_nothing_needs, writes_one_result_of_several, counts_elements,
-        takes_float32_for_granted, reads_numbers_from_memory, writes_all_the_steps_too,
-        fused_is_a_share_of_unfused, the_other_way_round, reads_the_results_too,
+        reads_an_operand_twice, reads_a_broadcast_row_as_a_matrix, reads_inputs_that_nothing_needs,
+        writes_a_result_as_often_as_it_is_named, takes_float32_for_granted,
     ],
     "fusion.2": [
-        reflected_operators_in_the_wrong_order, reflected_division_in_the_wrong_order,
-        a_power_the_wrong_way_round, takes_the_first_branch, puts_the_proxy_first, forgets_numbers,
-        rounds_numbers, copies_what_is_used_twice, returns_the_last_node, loses_an_output,
-        outputs_once_each, drops_unused_inputs, drops_dead_code, calls_it_twice, keeps_one_graph_for_all,
-        names_the_python_operator, subtracts_by_adding,
+        reflected_division_in_the_wrong_order, takes_the_first_branch, keywords_become_positions,
+        merges_equal_calls, drops_dead_code,
     ],
     "fusion.3": [
-        stores_one_output, stores_outputs_in_reverse, stores_the_last_value, swaps_the_operands,
-        numbers_come_second, loads_without_a_mask, stores_without_a_mask, every_program_is_the_first,
-        reads_all_inputs_alike, rows_and_columns_exchanged, takes_the_index_apart_by_rows,
-        wraps_every_small_input, loads_inputs_that_nothing_needs, computes_dead_code, loads_at_each_use,
-        writes_expressions_within_expressions, expressions_without_brackets, rounds_the_numbers,
-        loses_the_sign_of_numbers, a_kernel_for_each_output, writes_the_first_value_back,
-        stores_each_output_twice, takes_an_input_that_is_an_output_for_done,
-        leaves_the_block_a_number, keeps_values_in_a_dictionary,
+        column_or_row_by_number_of_elements, rows_and_columns_exchanged, loads_without_a_mask,
+        writes_numbers_with_str, computes_in_the_inputs_type, writes_expressions_within_expressions,
+        keeps_the_mask_in_a_dictionary,
     ],
     "fusion.4": [
-        compiled.the_starter, compiled.keeps_the_print, compiled.keeps_the_if, compiled.keeps_the_float,
-        compiled.item_in_place_of_float, compiled.keeps_the_mask, compiled.nonzero_in_place_of_the_mask,
-        compiled.hides_a_part_from_the_compiler, compiled.never_centres, compiled.always_centres,
-        compiled.centres_only_where_it_is_compiled, compiled.branches_outside, compiled.swaps_the_branches,
-        compiled.decides_for_each_element, compiled.decides_for_each_column,
-        compiled.centres_by_the_mean_of_all, compiled.forgets_the_mask, compiled.sums_magnitudes,
-        compiled.counts_the_positive, compiled.peak_without_its_sign, compiled.peak_of_the_result,
-        compiled.drops_the_peak, compiled.deviation_of_each_column, compiled.divides_by_n,
-        compiled.deviation_before_centring,
+        does_not_print, counts_by_the_nodes_names, forgets_methods, counts_at_each_run,
+        returns_the_examples_result, adds_all_graphs_up,
     ],
     "fusion.5": [
-        compiled.TheStarter, compiled.KeepsTheCounter, compiled.KeepsTheLoop, compiled.KeepsMathLog,
-        compiled.KeepsAListOfMeans, compiled.IsKeptFromTheCompiler, compiled.ReadsTheCounter,
-        compiled.CountsFromOne, compiled.ForgetsToCount, compiled.MovesByATenth, compiled.CentresFirst,
-        compiled.WeighsByRows, compiled.MeanOfAllElements, compiled.ShrinksOnce,
-        compiled.ShrinksInProportion, compiled.LogarithmToBaseTwo, compiled.DropsTheTemperature,
-        compiled.BakesTheTemperatureIn,
+        keeps_the_mask, item_in_place_of_float, centres_only_where_it_is_compiled, decides_for_each_column,
+        deviation_before_centring,
     ],
-    "fusion.6": [
-        memory.largest_first, memory.cheapest_first, memory.best_ratio_first, memory.first_blocks_first,
-        memory.recomputes_everything, memory.recomputes_nothing, memory.fewest_blocks, memory.fewest_bytes,
-        memory.most_flops, memory.forgets_that_values_come_back, memory.all_values_come_back_at_once,
-        memory.forgets_the_inputs, memory.keeps_the_input_twice, memory.walks_backward,
-        memory.stays_under_the_budget, memory.names_what_is_kept, memory.counts_blocks_from_one,
-        memory.does_its_best_over_budget, memory.refuses_without_a_number, memory.refuses_what_just_fits,
-        memory.sorts_the_numbers_it_is_given,
-    ],
+    "fusion.6": [KeepsTheCounter, KeepsTheLoop, ReadsTheCounter, WeighsByRows, BakesTheRepeatsIn],
 }  # fmt: skip
