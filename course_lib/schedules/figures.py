@@ -20,8 +20,8 @@ def draw_train(rates, losses, goal):
 def draw_runs(arms, target, first=30, top=1e4):
     """Training loss of the `first` steps and accuracy of all steps, a line a run.
 
-    `arms` is {label: (losses, curves)}, one of each a run. A cross is a run's last finite loss; losses above
-    `top` are drawn at `top`.
+    `arms` is {label: (losses, curves)}, one of each a run. A cross marks the step of a run's last finite
+    loss; losses above `top` are drawn at `top`.
     """
     fig, (left, right) = show.axes(1, 2, figsize=(9.6, 3.8))
     for colour, (label, (losses, curves)) in zip(show.COLOURS, arms.items(), strict=False):
@@ -80,11 +80,13 @@ def _sharpness(ax, rows):
 
 
 def draw_sharpness(arms):
-    "Sharpness and 2 / lr against the step, a panel an arm: {title: [(step, sharpness, lr), …]}."
+    "Sharpness and 2 / lr by step, a panel an arm, a line a run: {title: [[(step, sharpness, lr), …], …]}."
     fig, axes = show.axes(1, len(arms), figsize=(9.6, 3.6), sharey=True)
-    for ax, (title, rows) in zip(axes, arms.items(), strict=True):
-        _sharpness(ax, rows)
-        ax.set_title(title)
+    for ax, (title, runs) in zip(axes, arms.items(), strict=True):
+        for rows in runs[1:]:
+            ax.plot(*list(zip(*rows, strict=True))[:2], "o-", ms=2, lw=0.9, color=show.COLOURS[0], alpha=0.5)
+        _sharpness(ax, runs[0])
+        ax.set(title=title, ylim=(3, 3 * max(value for rows in runs for _, value, _ in rows)))
     axes[0].set_ylabel("λ, and 2 / lr (log scale)")
     axes[0].legend(fontsize=8, loc="lower left")
     return fig
@@ -100,6 +102,22 @@ def view_run(run):
     right.plot(*(zip(*curve, strict=True) if curve else ([], [])))
     right.axhline(run["target"], color=show.COLOURS[6], ls="--", lw=1)
     right.set(xlabel="step", ylabel="validation accuracy", ylim=(0, 1), xlim=(0, run["steps"]))
+    return fig
+
+
+def draw_arrivals(methods):
+    "Steps to the target of each run, a row a method, {name: [steps or None, …]}; a bar marks the median."
+    fig, ax = show.axes(figsize=(8.0, 2.8))
+    for k, (colour, steps) in enumerate(zip(show.COLOURS, methods.values(), strict=False)):
+        middle, never = schedules.median(steps)
+        there = [s for s in steps if s is not None]
+        ax.plot(there, [k] * len(there), "o", color=colour, alpha=0.5)
+        ax.plot([middle] if middle else [], [k] if middle else [], "|", color="black", ms=22, mew=2)
+        ax.annotate(
+            f"{never} of {len(steps)} never", (1.01, k), xycoords=("axes fraction", "data"), va="center"
+        )
+    ax.set_yticks(range(len(methods)), methods)
+    ax.set(xlabel="steps to the target (bar: the median)", ylim=(len(methods) - 0.5, -0.5), xlim=(0, None))
     return fig
 
 
@@ -130,6 +148,9 @@ def draw_trials(sides, chosen):
         middle, _ = schedules.median(trials[chosen[title]])
         ax.plot([chosen[title][0]], [middle], "o", color="black", ms=13, mfc="none", label="chosen")
         ax.set(xscale="log", yscale="log", xlabel="learning rate, or its peak", title=title)
+        rates = sorted({rate for rate, _ in trials})
+        ax.set_xticks(rates, [f"{rate:.4g}" for rate in rates], fontsize=7)
+        ax.xaxis.set_minor_formatter("")
         ax.legend(fontsize=8, loc="lower left", ncols=2)
     axes[0].set_ylabel("median steps to the target\n(hollow: some never; ×: none arrives)")
     axes[0].set_ylim(bottom=min(arrived) / 4)  # room for the legend
@@ -165,7 +186,7 @@ def draw_race(sides, target, ratios, step_seconds):
     right.plot(values, range(len(values)), "o", color=show.COLOURS[2])
     right.axvline(1, color=show.COLOURS[6], lw=1, ls="--")
     right.set(xlabel="steps of constant / steps of one-cycle", ylabel="pair", xlim=(0, None))
-    right.set_yticks(range(len(values)), [f"seed {s}" for s in sorted(ratios, key=ratios.get)], fontsize=8)
+    right.set_yticks(range(len(values)), [f"seed {s}" for s in sorted(ratios, key=ratios.get)], fontsize=7)
     return fig
 
 
@@ -174,8 +195,7 @@ def draw_settings(rows):
     fig, ax = show.axes(figsize=(7.2, 4.0))
     for colour, (label, sharpness, ratios) in zip(show.COLOURS, rows, strict=False):
         values = sorted(ratios)
-        spread = [sharpness * 1.03 ** (k - len(values) / 2) for k in range(len(values))]  # side by side
-        ax.plot(spread, values, "o", color=colour, ms=3, alpha=0.6)
+        ax.plot([sharpness] * len(values), values, "o", color=colour, ms=4, alpha=0.4)
         middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
         ax.plot([sharpness], [middle], "_", color=colour, ms=26, mew=2.5, label=f"{label}: {middle:.2g}")
     ax.axhline(1, color=show.COLOURS[6], ls="--", lw=1)

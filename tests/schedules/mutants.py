@@ -72,6 +72,11 @@ sets_the_first_group_only = _loop(_warm, groups=slice(1))
 sets_the_rate_after_the_step = _loop(_warm, before=False)
 never_zeroes_the_gradients = _loop(_warm, zero=False)
 
+
+def keeps_tensors(net, opt, batches):
+    return [torch.tensor(v) for v in _loop(_warm)(net, opt, batches)]
+
+
 # --- schedules.2: one cycle -----------------------------------------------------------------
 
 
@@ -118,7 +123,7 @@ def knows_its_own_divisors(t, peak, warmup, div, div_final, moms):
 # --- schedules.3: a range test that restores everything -------------------------------------
 
 
-def _test(restore=(), stop=4, nan=True, indexed=False, train=True):
+def _test(restore=(), stop=4, nan=True, indexed=False, cycle=False, train=True):
     "A range test that puts back all state but what is in `restore`; the rest brings single mistakes in."
 
     def range_test(model, opt, loss_fn, batches, low, high, steps):
@@ -128,9 +133,9 @@ def _test(restore=(), stop=4, nan=True, indexed=False, train=True):
         if train:
             model.train()
         lrs, losses, smooth = [], [], []
-        supply = (
-            itertools.cycle(batches) if not indexed else (batches[k % len(batches)] for k in range(steps))
-        )
+        supply = itertools.cycle(batches) if cycle else (b for _ in range(steps) for b in batches)
+        if indexed:
+            supply = (batches[k % len(batches)] for k in range(steps))
         for k, (x, y) in zip(range(steps), supply, strict=False):
             lrs.append(low ** (1 - k / (steps - 1)) * high ** (k / (steps - 1)))
             for group in opt.param_groups:
@@ -181,6 +186,7 @@ forgets_torchs_numbers = _test({"torch"})
 goes_on_at_nan = _test(nan=False)
 stops_at_twice = _test(stop=2)
 indexes_the_batches = _test(indexed=True)
+keeps_the_first_pass = _test(cycle=True)
 tests_in_eval_mode = _test(train=False)
 
 # --- schedules.4: sharpness -----------------------------------------------------------------
@@ -341,7 +347,7 @@ RIGHT = {
 MUTANTS = {
     "schedules.1": [
         constant_and_high, constant_and_low, sets_the_first_group_only,
-        sets_the_rate_after_the_step, never_zeroes_the_gradients,
+        sets_the_rate_after_the_step, never_zeroes_the_gradients, keeps_tensors,
     ],
     "schedules.2": [
         raises_momentum_with_the_rate, divides_the_first_rate_at_the_end, climbs_in_a_line,
@@ -350,7 +356,7 @@ MUTANTS = {
     "schedules.3": [
         forgets_batch_norm, forgets_the_averages, forgets_the_gradients, restores_one_mode,
         forgets_torchs_numbers, goes_on_at_nan, stops_at_twice, indexes_the_batches,
-        tests_in_eval_mode,
+        keeps_the_first_pass, tests_in_eval_mode,
     ],
     "schedules.4": [
         starts_from_a_ramp, gives_the_largest_in_size, takes_its_size, builds_the_matrix,
