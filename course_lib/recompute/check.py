@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -41,11 +42,16 @@ def _step(run, leaves):
 def run_segments(answer):
     core.need_callable(answer)
     for case in range(10):
-        n, (width, rows) = random.randrange(4, 9), core.ragged(3, 14, 2)
+        n, rows = random.randrange(4, 9), random.randrange(3, 9)
         segment = (0, 1, 2, 3, n - 1, n, n + 2)[case % 7]
-        blocks = [_Counted(nn.Linear(width, width), nn.Dropout(0.4), nn.Tanh()) for _ in range(n)]
-        x = torch.randn(rows, width, dtype=torch.float64, requires_grad=case % 3 > 0)
+        widths = core.ragged(3, 30, n + 1)
+        blocks = [
+            _Counted(nn.Linear(a, b), nn.Dropout(0.4), nn.Tanh()) for a, b in itertools.pairwise(widths)
+        ]
+        random.choice(blocks).eval()
+        x = torch.randn(rows, widths[0], dtype=torch.float64, requires_grad=case % 3 > 0)
         leaves = [p for b in blocks for p in b.parameters()] + [x] * x.requires_grad
+        flags = [x.requires_grad, *(b.training for b in blocks)]
         want, grads, _ = _step(lambda x=x, b=blocks: nn.Sequential(*b)(x), leaves)
         for b in blocks:
             b.calls = 0
@@ -53,6 +59,8 @@ def run_segments(answer):
         given = blocks, x, segment
         y, got, held = _step(lambda given=given: core.call(answer, *given, mutates=(0, 1)), leaves)
         core.close(y, want, f"{what}: the result", 1e-9, 1e-12)
+        same = flags == [x.requires_grad, *(b.training for b in blocks)]
+        core.require(same, f"{what}: x.requires_grad or a block's training mode was changed")
         calls, times = [b.calls for b in blocks], 2 if segment else 1
         core.require(
             set(calls) == {times}, f"{what}: in a step each block should run {times} times, they ran {calls}"
@@ -62,7 +70,8 @@ def run_segments(answer):
             core.close(g, w, f"{what}: a gradient (the second run must be like the first)", 1e-9, 1e-12)
         if segment:
             alive = f"{what}: bytes alive after the forward pass (the result of each segment, nothing else)"
-            core.equal(held, -(-n // segment) * want.nbytes, alive, "bytes")
+            ends = [*widths[segment:n:segment], widths[n]]
+            core.equal(held, 8 * rows * sum(ends), alive, "bytes")
 
 
 @core.exercise(
@@ -81,6 +90,7 @@ def again(answer):
         spare = nn.Parameter(torch.randn(3, dtype=torch.float64))
         x = torch.randn(rows, width, dtype=torch.float64, requires_grad=case % 3 > 0)
         given = [[*fn.parameters(), *[spare] * (case % 2)] for fn in fns]
+        flags = [t.requires_grad for t in (x, *given[0], *given[1])]
         leaves = list({p: 0 for p in [x, *given[0], *given[1]] if p.requires_grad})
         want, grads, _ = _step(lambda x=x, f=fns: f[1](f[0](x).sin()), leaves)
         for fn in fns:
@@ -88,6 +98,7 @@ def again(answer):
 
         def both(x=x, fns=fns, given=given):
             for fn, p in zip(fns, given, strict=True):
+                core.call(answer.apply, lambda x: x * 3, x, mutates=range(2))  # a result that nobody uses
                 x = core.call(answer.apply, fn, x, *p, mutates=range(2 + len(p)))
                 x = x.sin() if fn is fns[0] else x
             return x
@@ -106,12 +117,14 @@ def again(answer):
                 id(leaf), f"a {list(leaf.shape)}"
             )
             core.require(w is None or g is not None, f"{what}: the gradient of {name} is missing: return it")
-            core.require(w is not None or g is None or not g.any(), f"{what}: {name} should get no gradient")
+            core.require(w is not None or g is None, f"{what}: {name} should get None, and got a gradient")
             if w is not None:
                 core.close(g, w, f"{what}: the gradient of {name}", 1e-9, 1e-12)
         core.require(
             all(p.grad is None for p in leaves), f"{what}: backward changed .grad; return the gradients"
         )
+        same = flags == [t.requires_grad for t in (x, *given[0], *given[1])]
+        core.require(same, f"{what}: whether x or a parameter needs a gradient was changed")
 
 
 @core.exercise("recompute.3", "the first call's numbers again, the generator left alone, after errors too")
@@ -139,6 +152,8 @@ def same_random(answer):
             wanted = 1 + want[2 * (run is second)]
             core.close(core.call(run, 1.0), wanted, f"later call number {k + 1}, x larger by 1", 1e-6, 1e-6)
         core.close(torch.rand(m), want[3], "what the generator draws after later calls", 0, 0)
+        later = core.call(first, torch.zeros(n, requires_grad=True))
+        core.require(later.requires_grad, "a later call: no gradient passes through its result")
         broken.append(True)
         try:
             first(0.0)
@@ -175,6 +190,15 @@ def _two(net, x, context_fn=None):
     return counter.get_total_flops(), held
 
 
+def _alike(context_fn, calls):
+    "Ask the policy in a first and a second run, as torch up to 2.11 does."
+    policy = context_fn()[0].policy_fn
+    first, second = (
+        [policy(SimpleNamespace(is_recompute=again), op, x=1) for op, *_ in calls] for again in (0, 1)
+    )
+    core.require(first == second, "the policy decides differently when it is asked in the second run, too")
+
+
 @core.exercise(
     "recompute.4", "within budget at the fewest FLOPs in 24 blocks, over two steps and two blocks each"
 )
@@ -199,3 +223,7 @@ def selective(answer):
             over = held - 2 * x.nbytes - 2 * budget
             core.require(over <= 0, f"{what}: {over:,} bytes more are kept than the budgets of both blocks")
             core.equal(spent - plain, 2 * fewest, f"{what}: FLOPs that are run again", "FLOPs")
+            rest = [sum(calls[i][2] for i in numbers if i not in k) for k in fits]
+            exact = {sum(sizes[i] for i in k) for k, flops in zip(fits, rest, strict=True) if flops == fewest}
+            core.require(held / 2 - x.nbytes in exact, f"{what}: results without FLOPs are kept, too")
+        _alike(context_fn, calls)

@@ -4,8 +4,8 @@ from course_lib.recompute import WORDS, unbeaten
 from course_lib.show import COLOURS, axes
 
 
-def draw_memory(runs):
-    "Bytes alive after each operator: {label: meter.Memory}. The highest point is named."
+def draw_memory(runs, limit):
+    "Bytes alive after each operator: {label: meter.Memory}. The highest point is named; dashed: `limit`."
     fig, ax = axes()
     top = max(memory.peak for memory in runs.values())
     for (label, memory), colour in zip(runs.items(), COLOURS, strict=False):
@@ -13,6 +13,7 @@ def draw_memory(runs):
         at = max(range(len(sizes)), key=sizes.__getitem__)
         ax.plot(sizes, color=colour, label=label)
         ax.axvline(memory.marks[0][0], color=colour, linestyle=":", linewidth=1)
+        ax.plot(at, sizes[at], "o", color=colour, markersize=4)
         ax.annotate(f"{sizes[at]:.1f} MB, in {memory.line[at][0].strip('_')}", (at, sizes[at]), xytext=(6, 3),
                     textcoords="offset points", fontsize=8)  # fmt: skip
     ax.set(xlabel="operators of the step, in order (dotted: the backward pass begins)",
@@ -49,39 +50,43 @@ def view_segments(peaks):
 
 
 def draw_frontier(points):
-    "Memory against time: {(mode, way): (bytes, seconds)}. Filled: no other way beats it in both."
+    "Memory against time: {(mode, way): (bytes, low, high)} of seconds. Filled: on the frontier."
     fig, ax = axes(figsize=(6.8, 4.4))
     best = unbeaten(points)
     for mode, colour, marker in (("eager", COLOURS[1], "s"), ("compiled", COLOURS[0], "o")):
         mine = {way: p for (m, way), p in points.items() if m == mode}
-        for k, (way, (size, seconds)) in enumerate(sorted(mine.items(), key=lambda w: w[1])):
-            filled = colour if (mode, way) in best else "none"
-            ax.plot(size / 1e6, 1e3 * seconds, marker, color=colour, markerfacecolor=filled, markersize=8)
-            words = WORDS[way].removeprefix("your ")
-            ax.annotate(words, (size / 1e6, 1e3 * seconds), xytext=(7, 5 if k % 2 else -11),
-                        textcoords="offset points", fontsize=8, color=colour)  # fmt: skip
+        for way, (size, low, high) in mine.items():
+            filled, middle = colour if (mode, way) in best else "white", 500 * (low + high)
+            ax.plot([size / 1e9] * 2, [1e3 * low, 1e3 * high], color=colour, linewidth=1)
+            ax.plot(size / 1e9, middle, marker, color=colour, markerfacecolor=filled, markersize=7)
+            below = mode == "compiled"
+            ax.annotate(WORDS[way].removeprefix("your "), (size / 1e9, 1e3 * (low if below else high)),
+                        xytext=(0, -12 if below else 5), textcoords="offset points", fontsize=8, color=colour,
+                        ha="center", rotation=0)  # fmt: skip
         if mine:
             ax.plot([], [], marker, color=colour, label=mode)
-    line = [points[key] for key in best]
-    ax.step([s / 1e6 for s, _ in line], [1e3 * t for _, t in line], "--", where="post", color="#555555",
-            linewidth=1, label="frontier")  # fmt: skip
-    ax.set(xlabel="peak of memory, MB", ylabel="forward and backward, ms")
-    ax.margins(x=0.22, y=0.12)
-    ax.legend(fontsize=8, loc="upper right")
+    ax.set(
+        xlabel="peak of memory, GB",
+        ylabel="forward and backward, ms (filled: on the frontier)",
+        ylim=(0, None),
+    )
+    ax.margins(x=0.14, y=0.12)
+    ax.legend(fontsize=8, loc="lower left")
     return fig
 
 
 def draw_chain(ms):
-    "Milliseconds of keeping and of computing again: {mode: (keep, again)}."
-    fig, ax = axes(figsize=(6.4, 2.6))
-    for k, pair in enumerate(ms.values()):
-        for j, (value, label) in enumerate(zip(pair, ("keep everything", "compute again"), strict=True)):
-            ax.barh(k + 0.36 * (j - 0.5), value, 0.34, color=COLOURS[j], label=None if k else label)
-            ax.annotate(f"{value:.3g}", (value, k + 0.36 * (j - 0.5)), xytext=(4, 0),
-                        textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-    ax.set_yticks(range(len(ms)), list(ms))
+    "Milliseconds of the ways, {mode: {way: ms}}."
+    fig, ax = axes(figsize=(6.4, 2.8))
+    ways, names = list(dict.fromkeys(way for found in ms.values() for way in found)), []
+    for mode, found in ms.items():
+        for way, value in found.items():
+            ax.barh(len(names), value, color=COLOURS[ways.index(way)])
+            ax.annotate(f"{value:.3g}", (value, len(names)), xytext=(4, 0), textcoords="offset points",
+                        va="center", fontsize=8)  # fmt: skip
+            names.append(f"{mode}, {way}")
+    ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.set(xlabel="forward and backward, ms")
-    ax.margins(x=0.15)
-    ax.legend(fontsize=8)
+    ax.margins(x=0.12)
     return fig

@@ -24,16 +24,17 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, fn, x, *parameters):
-        ctx.fn, ctx.parameters = fn, parameters
-        ctx.save_for_backward(x)
+        ctx.fn = fn
+        ctx.save_for_backward(x, *parameters)
         return fn(x)
 
     @staticmethod
     def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])
+        x, *parameters = ctx.saved_tensors
+        x = x.detach().requires_grad_(ctx.needs_input_grad[1])
         with torch.enable_grad():
             y = ctx.fn(x)
-        inputs = [x, *ctx.parameters]
+        inputs = [x, *parameters]
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
         return None, *(next(found) if t.requires_grad else None for t in inputs)

@@ -81,6 +81,17 @@ def segments_of_that_number(blocks, x, segment):
     return solutions.run_segments(blocks, x, segment and -(-len(blocks) // segment))
 
 
+def equal_segments(blocks, x, segment):
+    k = -(-len(blocks) // segment) if segment else 0
+    for part in (blocks[i * len(blocks) // k : (i + 1) * len(blocks) // k] for i in range(k)):
+        x = checkpoint(nn.Sequential(*part), x, use_reentrant=False)
+    return x if segment else nn.Sequential(*blocks)(x)
+
+
+def trains_all(blocks, x, segment):
+    return solutions.run_segments([block.train() for block in blocks], x, segment)
+
+
 # --- recompute.2: an autograd.Function --------------------------------------------------------
 
 
@@ -170,13 +181,19 @@ _last = []
 
 
 def _notes_globally(ctx, fn, x, *parameters):
-    _last[:] = [fn]
+    _last.append(fn)
     return solutions.Again.forward(ctx, fn, x, *parameters)
 
 
 def _last_fn(ctx, grad):
-    ctx.fn = _last[0]
+    ctx.fn = _last.pop()
     return solutions.Again.backward(ctx, grad)
+
+
+def _zeros(ctx, grad):
+    found = solutions.Again.backward(ctx, grad)
+    return None, *(torch.zeros_like(t) if g is None and t.requires_grad else g
+                   for g, t in zip(found[1:], ctx.saved_tensors, strict=True))  # fmt: skip
 
 
 def _x_only(ctx, grad):
@@ -273,6 +290,16 @@ def shares_one_state(fn):
 _last_states = []
 
 
+def without_gradient(fn):
+    run, calls = solutions.same_random(fn), []
+
+    def later(x):
+        calls.append(x)
+        return run(x) if len(calls) == 1 else run(x).detach()
+
+    return later
+
+
 def returns_the_first_result(fn):
     kept = []
 
@@ -331,7 +358,7 @@ class Selective:
         return create_selective_checkpoint_contexts(_by_number(self.wanted))
 
 
-def _keeping(choose, number=True, fresh=True, by_name=False):
+def _keeping(choose, number=True, fresh=True, both=False, by_name=False):
     def selective(calls, budget):
         kept, seen, wanted = choose(calls, budget), Counter(), set()
         for i, (op, *_) in enumerate(calls):
@@ -343,8 +370,8 @@ def _keeping(choose, number=True, fresh=True, by_name=False):
             mine = Counter() if fresh else count
 
             def policy(ctx, op, *args, **kwargs):
-                k = mine[op, ctx.is_recompute]
-                mine[op, ctx.is_recompute] += 1
+                k = mine[op, both or ctx.is_recompute]
+                mine[op, both or ctx.is_recompute] += 1
                 if by_name:
                     return SAVE if any(w.name().split("::")[1] in op.name() for w, _ in wanted) else AGAIN
                 return SAVE if ((op, k) in wanted if number else op in {w for w, _ in wanted}) else AGAIN
@@ -389,6 +416,8 @@ def named(words, answer):
 MUTANTS = {
     "recompute.1": [
         named("a lambda that sees the last segment", binds_late),
+        named("segments of nearly equal length", equal_segments),
+        named("puts every block into training mode", trains_all),
         named("each block alone", each_block_alone),
         named("nothing is checkpointed", never),
         named("other dropout masks in the second run", other_masks),
@@ -401,7 +430,8 @@ MUTANTS = {
         named("ignores the gradient that comes in", _variant(_ones)),
         named("writes into .grad", _variant(_into_grad)),
         named("calls fn twice in backward", _variant(_fn_twice)),
-        named("knows the last fn only", _variant(_last_fn, _notes_globally)),
+        named("a stack of functions", _variant(_last_fn, _notes_globally)),
+        named("zeros for an unused parameter", _variant(_zeros)),
         named("gradient of x only", _variant(_x_only)),
     ],
     "recompute.3": [
@@ -411,6 +441,7 @@ MUTANTS = {
         named("does not put the state back", _remembering(back=False)),
         named("does not put it back after an error", _remembering(careful=False)),
         named("one state for all functions", shares_one_state),
+        named("no gradient in later calls", without_gradient),
         named("the first result again", returns_the_first_result),
     ],
     "recompute.4": [
@@ -418,6 +449,7 @@ MUTANTS = {
         named("most FLOPs a byte first", _keeping(_greedy(lambda c: -c[2] / c[1]))),
         named("all calls of an operator", _keeping(_exact, number=False)),
         named("counts on in the next block", _keeping(_exact, fresh=False)),
+        named("counts both runs together", _keeping(_exact, both=True)),
         named("finds mm in bmm", _keeping(_exact, by_name=True)),
         named("must be under the budget", _keeping(functools.partial(_exact, strict=True))),
         named("keeps everything", _keeping(lambda calls, budget: range(len(calls)))),
