@@ -36,8 +36,9 @@ class ManifestError(ValueError):
 def git(folder):
     """A function `git(*arguments, input=None)` that runs a git command in `folder`.
 
-    It gives what the command prints, without its last line break, or None where the command fails. Nobody's
-    own git settings play a part. Raises RuntimeError where git is not installed.
+    It gives what the command prints, without its last line break, or None where the command fails. Bytes that
+    are no UTF-8, and line ends of any kind, come back as they are. Nobody's own git settings play a part.
+    Raises RuntimeError where git is not installed.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _PLAIN | _AUTHOR
     # A folder above may be somebody's repository.
@@ -46,10 +47,12 @@ def git(folder):
     def run(*arguments, input=None):
         command = ["git", "-C", str(folder), *map(str, arguments)]
         try:
-            done = subprocess.run(command, input=input, capture_output=True, text=True, env=env)
+            given = None if input is None else input.encode("utf-8", "surrogateescape")
+            done = subprocess.run(command, input=given, capture_output=True, env=env)
         except FileNotFoundError:
             raise RuntimeError("git is not installed, and this lesson needs it: git-scm.com has it") from None
-        return done.stdout.removesuffix("\n") if done.returncode == 0 else None
+        text = done.stdout.decode("utf-8", "surrogateescape")
+        return text.removesuffix("\n") if done.returncode == 0 else None
 
     return run
 
@@ -236,8 +239,8 @@ class Step(NamedTuple):
 def replay(runs):
     """The `Step`s of runs of cells in their order.
 
-    A version is a digest of the cell's source and of the versions of all that it used. Build systems and
-    content-addressed storage work this way.
+    A version is a digest of the cell's source and of the versions of all that it used, as in Nix: of the
+    recipe. Bazel and DVC take digests of the content of what was used.
     """
     maker, steps = {}, []
     for cell in runs:
