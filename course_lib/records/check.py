@@ -56,9 +56,8 @@ def _states(top):
             records.commit(folder, {}, message)
         commit = git("rev-parse", "HEAD~1")  # the newest commit is on another branch
         git("checkout", "--quiet", *random.choice((["--detach"], ["-b", "mine"])), commit)
-        _write(folder, {"run.log": "ignored"} | (_files(True) if "staged" in what else {}))
+        _write(folder, {"run.log": ""} | (_files(True) | {"new.py": "a = 1\n"} if "staged" in what else {}))
         if what.startswith("staged"):
-            _write(folder, {"new.py": "a = 1\n"})
             git("add", ".")
         _write(folder, late)
         yield what, folder, git, commit
@@ -88,14 +87,13 @@ def _one_manifest(make, what, folder, git, commit):
     core.require(json.dumps(config) == given, "manifest changed the configuration it was given; copy it")
     core.require(_seen(git, folder) == before, f"manifest changed the repository of {where}; only read it")
     sizes.append("changed later")
-    want = {"config": json.loads(given), "seed": seed, "commit": commit, "clean": commit and "clean" in where}
+    want = {"config": json.loads(given), "seed": seed, "commit": commit, "clean": commit and what == "clean"}
     want |= {"python": platform.python_version(), "threads": torch.get_num_threads()}
     want |= {"processor": machine.host(), "device": machine.name()}
     want |= {} if "staged" in where else {"diff": commit and ""}
     versions = {n: importlib.metadata.version(n) for n in ("torch", "numpy", "scikit-learn")}
     want |= {f"packages.{n}": v.partition("+")[0] for n, v in versions.items()}  # +cu130 may be there or not
-    packages = got["packages"] if isinstance(got.get("packages"), dict) else {}
-    flat = got | {f"packages.{n}": str(v).partition("+")[0] for n, v in packages.items()}
+    flat = got | {f"packages.{n}": str(v).partition("+")[0] for n, v in (got.get("packages") or {}).items()}
     for key, value in want.items():
         core.require(key in flat, f"the manifest of {where} lacks {key!r}")
         if flat[key] != value or type(flat[key]) is not type(value):
@@ -108,14 +106,14 @@ def _one_manifest(make, what, folder, git, commit):
         for name in git("ls-files").splitlines():
             same = (again / name).is_file() and (again / name).read_bytes() == (folder / name).read_bytes()
             core.require(same, f"'diff' of {where}: applied to the commit it does not give {name} as it is")
-    same = json.loads(json.dumps(got)) == got
-    core.require(same, "the manifest is another when it is read back from JSON; use what JSON can hold")
+    core.require(
+        json.loads(json.dumps(got)) == got, "manifest: JSON gives another dict back; use what it can hold"
+    )
 
 
 def _pair(depth):
-    "Two nested dicts, and the names of the changes made from the one to the other."
-    unlike = [(1, True, 1.0, "1"), ([1, 2], [1, 3], [1]), (None, {"x": 1}, [1], 0), (0.1, 0.1 + 1e-12)]
-    unlike += [(None, ..., 0, {})]  # ... stands for a key that one of them lacks
+    "Two nested dicts, and the names of the changes made from the one to the other; a key with ... is left out."
+    unlike = [(1, True, 1.0, "1"), ([1, 2], [1, 3], [1]), (None, {"x": 1}, [1], 0, ...), (0.1, 0.1 + 1e-12)]
     alike = [(v, v) for v in (0, random.random(), None, "text")] + [([{"x": 1, "y": 2}], [{"y": 2, "x": 1}])]
     then, now, names = {}, {}, set()
     for key in random.sample("abcdefgh", random.randrange(1 if depth else 0, 4)):
@@ -129,23 +127,21 @@ def _pair(depth):
     return *({k: v for k, v in d.items() if v is not ...} for d in (then, now)), names
 
 
-_TRAIN = """import json, random, sys, lib.net
-saved = json.load(open(sys.argv[1]))
+_TRAIN = """import json, sys, lib.net
+saved, c = json.load(open(sys.argv[1])), json.load(open("c.json"))
 text = '''{line}
 '''
-value = {a} * saved["config"]["x"] + lib.net.b + json.load(open("c.json")) + len(text)
-drawn = random.Random(saved["seed"]).randrange(10**9)
-json.dump({{"drawn": drawn, "value": value}}, open(sys.argv[2], "w"))
+value = {a} * saved["config"]["x"] + saved["seed"] + lib.net.b + c + len(text)
+json.dump({{"value": value}}, open(sys.argv[2], "w"))
 """
 
 
 def _work(folder):
-    "Write a new version of a script, a module and its data; return what gives a run's result."
-    a, b, c, blanks = random.sample(range(1, 10**6), 3) + [random.randrange(1, 9)]
+    "Write a new version of a script, a module and its data; return what gives the result of a run."
+    a, b, c, blanks = *random.sample(range(1, 10**6), 3), random.randrange(1, 9)
     files = {"train.py": _TRAIN.format(a=a, line=" " * blanks), "c.json": f"{c}\n"}
     _write(folder, files | {"lib/net.py": f"# DOS\r\nb = {b}\r\n"})
-    value = lambda found: a * found["config"]["x"] + b + c + blanks + 1
-    return lambda found: {"drawn": random.Random(found["seed"]).randrange(10**9), "value": value(found)}
+    return lambda run: {"value": a * run["config"]["x"] + run["seed"] + b + c + blanks + 1}
 
 
 @core.exercise("records.2", "six runs repeated from their manifests, and the repository is as it was")
@@ -162,11 +158,9 @@ def rerun(answer):
             drawn = {"x": random.randrange(10**6)}, random.randrange(2**31)
             kept.append((solutions.manifest(*drawn, git) | {"threads": 1}, result))
         kept.append((kept[3][0] | {"config": {"x": 7}, "seed": 8}, kept[3][1]))
-        # Today's work: staged, changed again, and a new file that a run of then must not see.
         _write(folder, {"lib/net.py": "b = -1\n"})
-        git("add", "lib/net.py")
-        today = "raise SystemExit('a file of today ran, which is no part of the run to repeat')\n"
-        _write(folder, {"train.py": today, "random.py": today})
+        git("add", ".")  # today's work: staged, changed again, and a new file that no run of then may see
+        _write(folder, dict.fromkeys(("train.py", "random.py"), "raise SystemExit('a file of today ran')\n"))
         before = _seen(git, folder)
         for i, (found, result) in enumerate(kept):
             place, what = Path(top, f"run {i}"), f"a run {'with' if found['diff'] else 'without'} a diff"
@@ -210,8 +204,7 @@ def _execute(cells):
     return made, found, ready
 
 
-# Cells as "id: targets, uses". n and k are a and c with another number, x and s are b and t with more blanks in
-# the text, m is a, pasted. Then what is easily got wrong with them, as history/notebook.
+# Cells as "id: targets, uses". n, k are a, c with other numbers, x, s are b, t with more blanks, m is a.
 _CELLS = "A:a, B:b,a C:,b D:ab, T:a,a U:a,a E:c,a G:,abc P:ac, Q:bc, Y:a,"
 _CHOSEN = """ab/nb ab/mb abc/mbc atub/autb abc/abc abca/abc abcn/nbc abcnbc/nbc abnac/abc abc/ac attb/atb
 atatb/atb abc/abk abc/bac dc/dc dcac/dac dbc/dxc dab/adb abc/abcy abc/aybc ab/ba ab/b at/ab at/as abne/abf
@@ -226,10 +219,8 @@ def _sessions():
         for id, targets, uses in (word.replace(":", ",").split(",") for word in _CELLS.split()):
             cells[id.lower()] = _cell(id, [fresh[n] for n in targets], [fresh[n] for n in uses])
         for new, old in zip("nxks", "abct", strict=True):
-            text = cells[old].source
-            edited = re.sub(r"\d{9}", lambda m: f"{int(m[0]) + random.randrange(1, 10**9)}", text)
-            edited = edited if new in "nk" else text.replace("#", "    #")
-            cells[new] = cells[old]._replace(source=edited)
+            change = (r"\d{9}", f"{random.randrange(10**8, 10**9)}") if new in "nk" else ("#", "    #")
+            cells[new] = cells[old]._replace(source=re.sub(*change, cells[old].source))
         cells |= {"f": _cell("E", [fresh["c"]], [fresh["b"]]), "m": cells["a"]._replace(id="M")}
         for case in _CHOSEN.split():
             yield tuple([cells[i] for i in part] for part in case.split("/"))
