@@ -106,13 +106,11 @@ def _one_manifest(make, what, folder, git, commit):
         for name in git("ls-files").splitlines():
             same = (again / name).is_file() and (again / name).read_bytes() == (folder / name).read_bytes()
             core.require(same, f"'diff' of {where}: applied to the commit it does not give {name} as it is")
-    core.require(
-        json.loads(json.dumps(got)) == got, "manifest: JSON gives another dict back; use what it can hold"
-    )
+    core.require(json.loads(json.dumps(got)) == got, "the manifest is another when read back from JSON")
 
 
 def _pair(depth):
-    "Two nested dicts, and the names of the changes made from the one to the other; a key with ... is left out."
+    "Two nested dicts and the names of what differs; a key whose value is ... is left out."
     unlike = [(1, True, 1.0, "1"), ([1, 2], [1, 3], [1]), (None, {"x": 1}, [1], 0, ...), (0.1, 0.1 + 1e-12)]
     alike = [(v, v) for v in (0, random.random(), None, "text")] + [([{"x": 1, "y": 2}], [{"y": 2, "x": 1}])]
     then, now, names = {}, {}, set()
@@ -160,7 +158,7 @@ def rerun(answer):
         kept.append((kept[3][0] | {"config": {"x": 7}, "seed": 8}, kept[3][1]))
         _write(folder, {"lib/net.py": "b = -1\n"})
         git("add", ".")  # today's work: staged, changed again, and a new file that no run of then may see
-        _write(folder, dict.fromkeys(("train.py", "random.py"), "raise SystemExit('a file of today ran')\n"))
+        _write(folder, dict.fromkeys(("train.py", "json.py"), "raise SystemExit('a file of today ran')\n"))
         before = _seen(git, folder)
         for i, (found, result) in enumerate(kept):
             place, what = Path(top, f"run {i}"), f"a run {'with' if found['diff'] else 'without'} a diff"
