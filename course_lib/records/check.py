@@ -170,7 +170,8 @@ def rerun(answer):
             core.require(Path.cwd() == cwd, f"{what}: rerun left the process in another folder")
         last, lost = kept[4][0], f"{random.getrandbits(160):040x}"
         odd = {"no commit": last | {"commit": None}, "an unknown commit": last | {"commit": lost}}
-        for why, found in (odd | {"a diff of another commit": last | {"diff": kept[3][0]["diff"]}}).items():
+        odd["a diff of another commit"] = kept[3][0] | {"commit": last["commit"]}
+        for why, found in odd.items():
             core.refuses(answer, found, git, Path(top, why), why=f"a manifest with {why}")
 
 
@@ -230,7 +231,7 @@ def _sessions():
 def _judge(answer, history, notebook, kinds, want):
     got = core.call(answer, list(history), list(notebook))
     texts = (" | ".join(f"{c.id}: {c.source}" for c in cells) for cells in (history, notebook))
-    runs, page = (_short(text.replace("\n", "\\n"), 170) for text in texts)
+    runs, page = (_short(text.replace("\n", "\\n"), 150) for text in texts)
     said = _short(got, 60) if isinstance(got, set | frozenset | list | tuple) else core.kind(got)
     right = isinstance(got, kinds) and type(want)(got) == want
     core.require(
