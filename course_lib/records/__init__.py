@@ -19,11 +19,7 @@ from course_lib import files, show
 SCHEMA = 1
 KEYS = {"config", "seed", "commit", "diff"}  # a manifest without these can't be run again
 _PLAIN = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-_AUTHOR = {
-    f"GIT_{who}_{what}": text
-    for who in ("AUTHOR", "COMMITTER")
-    for what, text in (("NAME", "course"), ("EMAIL", "course@localhost"))
-}
+_AUTHOR = "-c", "user.name=course", "-c", "user.email=course@localhost"
 
 
 class ManifestError(ValueError):
@@ -40,12 +36,12 @@ def git(folder):
     are no UTF-8, and line ends of any kind, come back as they are. Nobody's own git settings play a part.
     Raises RuntimeError where git is not installed.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _PLAIN | _AUTHOR
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _PLAIN
     # A folder above may be somebody's repository.
     env["GIT_CEILING_DIRECTORIES"] = str(Path(folder).resolve().parent)
 
     def run(*arguments, input=None):
-        command = ["git", "-C", str(folder), *map(str, arguments)]
+        command = ["git", "-C", str(folder), *_AUTHOR, *map(str, arguments)]
         try:
             given = None if input is None else input.encode("utf-8", "surrogateescape")
             done = subprocess.run(command, input=given, capture_output=True, env=env)
@@ -110,9 +106,8 @@ def load(path):
     if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
         raise ManifestError(f"{path} is not a manifest: it has no schema")
     if found["schema"] > SCHEMA:
-        raise ManifestError(
-            f"{path} has schema {found['schema']} and this library reads up to {SCHEMA}: run `git pull`"
-        )
+        newer = f"has schema {found['schema']} and this library reads up to {SCHEMA}"
+        raise ManifestError(f"{path} {newer}: run `git pull`")
     if found.pop("sha256", None) != _digest(found):
         raise ManifestError(f"{path} was edited after it was written: its digest doesn't fit its content")
     if lacks := KEYS - set(found):

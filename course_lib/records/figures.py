@@ -53,7 +53,9 @@ def draw_difference(one, other):
     off = {i: abs(a - b) for i, (a, b) in enumerate(zip(one, other, strict=True), 1)}
     same = [i for i, d in off.items() if not d]
     ax.plot(same, [0.04] * len(same), "|", color=RIGHT, transform=ax.get_xaxis_transform(), label="equal")
-    ax.semilogy([i for i in off if off[i]], [d for d in off.values() if d], ".", color=WRONG, label="different")
+    ax.semilogy(
+        [i for i in off if off[i]], [d for d in off.values() if d], ".", color=WRONG, label="different"
+    )
     ax.set(xlabel="step", ylabel="difference of the losses", title="the same run on a GPU and on a CPU")
     ax.legend(loc="upper left")
     return fig
@@ -69,6 +71,11 @@ def draw_graph(history, notebook, stale, title="what was run"):
     fig, (left, right) = show.axes(
         1, 2, figsize=(12, 4.6), sharey=True, width_ratios=(runs, max(len(ids), 0.6 * runs))
     )
+    _cells_axis(left, ids, runs)
+    _cells_axis(right, ids, len(notebook))
+    left.set(ylabel="cell", title=title)
+    right.set(title="from top to bottom", xlabel="", xticks=[])
+    fig.draw_without_rendering()  # now the axes have their size, and an arrow's middle can be found
     for ax, cells, bad in ((left, history, stale), (right, notebook, ())):
         steps = records.replay(cells)
         latest = {step.cell.id: i for i, step in enumerate(steps)}
@@ -82,12 +89,12 @@ def draw_graph(history, notebook, stale, title="what was run"):
             for source in sorted(set(step.inputs.values())):
                 names = ", ".join(n for n, made in step.inputs.items() if made == source)
                 _arrow(ax, places[source], places[i], names if last else "", last)
-        _cells_axis(ax, ids, max(len(ids), runs) if ax is left else len(cells))
-    left.set(ylabel="cell", title=title)
-    right.set(title="from top to bottom", xlabel="")
-    right.set_xticks([])
     right.tick_params(left=False)
-    for label, colour in (("latest run", RIGHT), ("latest run, stale", WRONG), ("earlier run", show.COLOURS[6])):
+    for label, colour in (
+        ("latest run", RIGHT),
+        ("latest run, stale", WRONG),
+        ("earlier run", show.COLOURS[6]),
+    ):
         left.plot([], [], "s", mfc="white", mec=colour, mew=1 + (colour != show.COLOURS[6]), label=label)
     left.legend(loc="lower left", fontsize=8)
     return fig
@@ -95,15 +102,12 @@ def draw_graph(history, notebook, stale, title="what was run"):
 
 def _arrow(ax, start, end, names, last):
     "An arrow under the nodes, bent the more the more rows it passes, with `names` near its end."
-    bend = 0.1 * max(0, abs(end[1] - start[1]) - 1) + (0.2 if end[1] == start[1] else 0.05)
+    bend = 0.12 * max(0, abs(end[1] - start[1]) - 1) + (0.2 if end[1] == start[1] else 0.1)
     style = {"arrowstyle": "-|>", "color": show.COLOURS[6], "alpha": 0.8 if last else 0.3, "shrinkB": 12}
     style |= {"connectionstyle": f"arc3,rad={-bend}"}
     ax.annotate("", end, start, arrowprops=style, zorder=1)
-    # On the arc, a quadratic Bezier curve whose middle is moved by `bend` of its length (in pixels).
-    to = ax.transData.transform
-    (x0, y0), (x1, y1) = to(start), to(end)
-    cx, cy = (x0 + x1) / 2 - bend * (y1 - y0), (y0 + y1) / 2 + bend * (x1 - x0)
-    t = 0.6
-    x, y = ((1 - t) ** 2 * a + 2 * t * (1 - t) * m + t**2 * b for a, m, b in ((x0, cx, x1), (y0, cy, y1)))
-    ax.text(*ax.transData.inverted().transform((x, y)), names, fontsize=8, ha="center", va="center", zorder=2,
+    # The middle of a quadratic Bezier curve, whose control point lies `bend` of the length aside.
+    a, b = ax.transData.transform([start, end])
+    at = (a + 2 * ((a + b) / 2 - bend * (b - a)[::-1] * (1, -1)) + b) / 4
+    ax.text(*ax.transData.inverted().transform(at), names, fontsize=8, ha="center", va="center", zorder=2,
             bbox={"fc": "white", "ec": "none", "pad": 0.5})  # fmt: skip

@@ -47,7 +47,7 @@ def rerun(found, git, folder):
 
 
 def stale(history, notebook):
-    "The ids of the cells whose latest result has not the version of a run from top to bottom."
+    "The ids of the cells whose latest result is stale."
     def versions(runs):
         names, result = {}, {}
         for cell in runs:
@@ -61,7 +61,7 @@ def stale(history, notebook):
 
 
 def suspects(history, notebook):
-    "The names that had another version in the last run than in a run from top to bottom."
+    "The names that the last run used in another version than a run from top to bottom would."
     def versions_before(runs):
         names, before = {}, {}
         for cell in runs:
