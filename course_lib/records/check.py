@@ -153,18 +153,19 @@ def rerun(answer):
                 records.commit(folder, {}, "work goes on")
             elif i == 3:
                 git("add", "lib/net.py")
-            drawn = {"x": random.randrange(10**6)}, random.randrange(2**31)
-            kept.append((solutions.manifest(*drawn, git) | {"threads": 1}, result))
-        kept.append((kept[3][0] | {"config": {"x": 7}, "seed": 8}, kept[3][1]))
+            found = solutions.manifest({"x": random.randrange(10**6)}, random.randrange(2**31), git)
+            kept.append((found | {"threads": 1}, result, (folder / "lib/net.py").read_bytes()))
+        kept.append((kept[3][0] | {"config": {"x": 7}, "seed": 8}, *kept[3][1:]))
         _write(folder, {"lib/net.py": "b = -1\n"})
         git("add", ".")  # today's work: staged, changed again, and a new file that no run of then may see
         _write(folder, dict.fromkeys(("train.py", "json.py"), "raise SystemExit('a file of today ran')\n"))
         before = _seen(git, folder)
-        for i, (found, result) in enumerate(kept):
+        for i, (found, result, net) in enumerate(kept):
             place, what = Path(top, f"run {i}"), f"a run {'with' if found['diff'] else 'without'} a diff"
             got, want = core.call(answer, found, git, place), result(found)
             core.require(got == want, f"{what}: expected the result {want}, got {_short(got)}")
-            core.require((place / "train.py").exists(), f"{what}: there is no train.py in the folder given")
+            there = (place / "lib/net.py").exists() and (place / "lib/net.py").read_bytes() == net
+            core.require(there, f"{what}: the folder given does not hold lib/net.py as it was, line ends too")
             same = _seen(git, folder) == before
             core.require(same, f"{what}: rerun wrote to the repository's own files, branches or stash")
             core.require(Path.cwd() == cwd, f"{what}: rerun left the process in another folder")
@@ -214,7 +215,7 @@ def _sessions():
         for id, targets, uses in (word.replace(":", ",").split(",") for word in _CELLS.split()):
             cells[id.lower()] = _cell(id, [fresh[n] for n in targets], [fresh[n] for n in uses])
         for new, old in zip("nxks", "abct", strict=True):
-            change = (r"\d{9}", f"{random.randrange(10**8, 10**9)}") if new in "nk" else ("#", "    #")
+            change = (r"\d{9}", lambda m: str(int(m[0][::-1]))) if new in "nk" else ("#", "    #")
             cells[new] = cells[old]._replace(source=re.sub(*change, cells[old].source))
         cells |= {"f": _cell("E", [fresh["c"]], [fresh["b"]]), "m": cells["a"]._replace(id="M")}
         for case in _CHOSEN.split():
