@@ -19,11 +19,7 @@ from course_lib import files, show
 SCHEMA = 1
 KEYS = {"config", "seed", "commit", "diff"}  # a manifest without these can't be run again
 _PLAIN = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-_AUTHOR = {
-    f"GIT_{who}_{what}": text
-    for who in ("AUTHOR", "COMMITTER")
-    for what, text in (("NAME", "course"), ("EMAIL", "course@localhost"))
-}
+_AUTHOR = "-c", "user.name=course", "-c", "user.email=course@localhost"
 
 
 class ManifestError(ValueError):
@@ -36,20 +32,23 @@ class ManifestError(ValueError):
 def git(folder):
     """A function `git(*arguments, input=None)` that runs a git command in `folder`.
 
-    It gives what the command prints, without its last line break, or None where the command fails. Nobody's
-    own git settings play a part. Raises RuntimeError where git is not installed.
+    It gives what the command prints, without its last line break, or None where the command fails. Bytes that
+    are no UTF-8, and line ends of any kind, come back as they are. Nobody's own git settings play a part.
+    Raises RuntimeError where git is not installed.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _PLAIN | _AUTHOR
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _PLAIN
     # A folder above may be somebody's repository.
     env["GIT_CEILING_DIRECTORIES"] = str(Path(folder).resolve().parent)
 
     def run(*arguments, input=None):
-        command = ["git", "-C", str(folder), *map(str, arguments)]
+        command = ["git", "-C", str(folder), *_AUTHOR, *map(str, arguments)]
         try:
-            done = subprocess.run(command, input=input, capture_output=True, text=True, env=env)
+            given = None if input is None else input.encode("utf-8", "surrogateescape")
+            done = subprocess.run(command, input=given, capture_output=True, env=env)
         except FileNotFoundError:
             raise RuntimeError("git is not installed, and this lesson needs it: git-scm.com has it") from None
-        return done.stdout.removesuffix("\n") if done.returncode == 0 else None
+        text = done.stdout.decode("utf-8", "surrogateescape")
+        return text.removesuffix("\n") if done.returncode == 0 else None
 
     return run
 
@@ -107,9 +106,8 @@ def load(path):
     if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
         raise ManifestError(f"{path} is not a manifest: it has no schema")
     if found["schema"] > SCHEMA:
-        raise ManifestError(
-            f"{path} has schema {found['schema']} and this library reads up to {SCHEMA}: run `git pull`"
-        )
+        newer = f"has schema {found['schema']} and this library reads up to {SCHEMA}"
+        raise ManifestError(f"{path} {newer}: run `git pull`")
     if found.pop("sha256", None) != _digest(found):
         raise ManifestError(f"{path} was edited after it was written: its digest doesn't fit its content")
     if lacks := KEYS - set(found):
@@ -236,8 +234,8 @@ class Step(NamedTuple):
 def replay(runs):
     """The `Step`s of runs of cells in their order.
 
-    A version is a digest of the cell's source and of the versions of all that it used. Build systems and
-    content-addressed storage work this way.
+    A version is a digest of the cell's source and of the versions of all that it used, as in Nix: of the
+    recipe. Bazel and DVC take digests of the content of what was used.
     """
     maker, steps = {}, []
     for cell in runs:

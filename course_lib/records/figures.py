@@ -47,48 +47,67 @@ def draw_losses(curves):
     return fig
 
 
+def draw_difference(one, other):
+    "The difference of two runs' losses by step; steps with equal losses are marked at the bottom."
+    fig, ax = show.axes(figsize=(6.4, 2.6))
+    off = {i: abs(a - b) for i, (a, b) in enumerate(zip(one, other, strict=True), 1)}
+    same = [i for i, d in off.items() if not d]
+    ax.plot(same, [0.04] * len(same), "|", color=RIGHT, transform=ax.get_xaxis_transform(), label="equal")
+    ax.semilogy(
+        [i for i in off if off[i]], [d for d in off.values() if d], ".", color=WRONG, label="different"
+    )
+    ax.set(xlabel="step", ylabel="difference of the losses", title="the same run on a GPU and on a CPU")
+    ax.legend(loc="upper left")
+    return fig
+
+
 def draw_graph(history, notebook, stale, title="what was run"):
     """Runs as nodes, from maker to user an arrow: the session on the left, top to bottom on the right.
 
     A node shows the beginning of its version. The latest run of each cell has a thick rim, in another colour
-    for the ids in `stale`.
+    for the ids in `stale`, and the names that it used on its arrows.
     """
     ids, runs = list(dict.fromkeys(c.id for c in [*notebook, *history])), max(4, len(history))
     fig, (left, right) = show.axes(
-        1, 2, figsize=(11, 3.8), sharey=True, width_ratios=(runs, max(len(ids), 0.7 * runs))
+        1, 2, figsize=(12, 4.6), sharey=True, width_ratios=(runs, max(len(ids), 0.6 * runs))
     )
-    ran = records.replay(history)
-    latest = {step.cell.id: i for i, step in enumerate(ran)}
-    places = [(i + 1, ids.index(s.cell.id)) for i, s in enumerate(ran)]
-    for i, step in enumerate(ran):
-        bad, last = step.cell.id in stale, latest[step.cell.id] == i
-        _node(left, places[i], step, (WRONG if bad else RIGHT) if last else show.COLOURS[6], last)
-        for source in sorted(set(step.inputs.values())):
-            _arrow(left, places[source], places[i], 0.12)
     _cells_axis(left, ids, runs)
+    _cells_axis(right, ids, len(notebook))
     left.set(ylabel="cell", title=title)
-    for i, step in enumerate(records.replay(notebook)):
-        _node(right, (i, i), step, RIGHT, True)
-        for source in sorted(set(step.inputs.values())):
-            _arrow(right, (source, source), (i, i), 0.25 if i - source > 1 else 0)
-            names = ", ".join(n for n, made in step.inputs.items() if made == source)
-            # On the arc: arc3 bends by this share of the distance at its middle.
-            bend = 0.125 * (i - source) if i - source > 1 else 0
-            paper = {"fc": "white", "ec": "none", "pad": 1}
-            right.text((i + source) / 2 + bend, (i + source) / 2 - bend, names, fontsize=8, ha="center",
-                       va="center", bbox=paper)  # fmt: skip
-    right.set(xlim=(-0.6, len(notebook) - 0.4), title="from top to bottom")
-    right.set_xticks([])
+    right.set(title="from top to bottom", xlabel="", xticks=[])
+    fig.draw_without_rendering()  # now the axes have their size, and an arrow's middle can be found
+    for ax, cells, bad in ((left, history, stale), (right, notebook, ())):
+        steps = records.replay(cells)
+        latest = {step.cell.id: i for i, step in enumerate(steps)}
+        places = [(i + 1, ids.index(step.cell.id)) for i, step in enumerate(steps)]
+        for i, step in enumerate(steps):
+            last = latest[step.cell.id] == i
+            colour = (WRONG if step.cell.id in bad else RIGHT) if last else show.COLOURS[6]
+            box = {"boxstyle": "round,pad=0.25", "fc": "white", "ec": colour, "lw": 2.2 if last else 1}
+            ax.text(*places[i], step.version[:4], ha="center", va="center", fontsize=8, color=colour,
+                    family="monospace", bbox=box, zorder=3)  # fmt: skip
+            for source in sorted(set(step.inputs.values())):
+                names = ", ".join(n for n, made in step.inputs.items() if made == source)
+                _arrow(ax, places[source], places[i], names if last else "", last)
     right.tick_params(left=False)
+    for label, colour in (
+        ("latest run", RIGHT),
+        ("latest run, stale", WRONG),
+        ("earlier run", show.COLOURS[6]),
+    ):
+        left.plot([], [], "s", mfc="white", mec=colour, mew=1 + (colour != show.COLOURS[6]), label=label)
+    left.legend(loc="lower left", fontsize=8)
     return fig
 
 
-def _node(ax, at, step, colour, last):
-    box = {"boxstyle": "round,pad=0.25", "fc": "white", "ec": colour, "lw": 2.2 if last else 1}
-    ax.text(*at, step.version[:4], ha="center", va="center", fontsize=8, family="monospace", bbox=box,
-            color=colour, zorder=3)  # fmt: skip
-
-
-def _arrow(ax, start, end, bend):
-    style = {"arrowstyle": "-|>", "color": show.COLOURS[6], "alpha": 0.55, "shrinkA": 9, "shrinkB": 10}
-    ax.annotate("", end, start, arrowprops=style | {"connectionstyle": f"arc3,rad={-bend}"})
+def _arrow(ax, start, end, names, last):
+    "An arrow under the nodes, bent the more the more rows it passes, with `names` near its end."
+    bend = 0.12 * max(0, abs(end[1] - start[1]) - 1) + (0.2 if end[1] == start[1] else 0.1)
+    style = {"arrowstyle": "-|>", "color": show.COLOURS[6], "alpha": 0.8 if last else 0.3, "shrinkB": 12}
+    style |= {"connectionstyle": f"arc3,rad={-bend}"}
+    ax.annotate("", end, start, arrowprops=style, zorder=1)
+    # The middle of a quadratic Bezier curve, whose control point lies `bend` of the length aside.
+    a, b = ax.transData.transform([start, end])
+    at = (a + 2 * ((a + b) / 2 - bend * (b - a)[::-1] * (1, -1)) + b) / 4
+    ax.text(*ax.transData.inverted().transform(at), names, fontsize=8, ha="center", va="center", zorder=2,
+            bbox={"fc": "white", "ec": "none", "pad": 0.5})  # fmt: skip

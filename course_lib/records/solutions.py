@@ -8,16 +8,18 @@ from course_lib import records
 
 
 def manifest(config, seed, git):
-    "What a run must write down: configuration, seed, code, changes, versions, device."
+    "What a run must write down: configuration, seed, code, changes, versions, machine."
     status = git("status", "--porcelain")
     return {
         "config": copy.deepcopy(config),
         "seed": seed,
         "commit": git("rev-parse", "HEAD"),
         "clean": None if status is None else status == "",
-        "diff": git("diff", "HEAD"),
+        "diff": git("diff", "HEAD", "--binary"),
         "python": platform.python_version(),
-        "packages": {"torch": str(torch.__version__), "numpy": importlib.metadata.version("numpy")},
+        "packages": {"torch": str(torch.__version__)}
+        | {name: importlib.metadata.version(name) for name in ("numpy", "scikit-learn")},
+        "processor": machine.host(),
         "device": machine.name(),
         "threads": torch.get_num_threads(),
     }
@@ -39,13 +41,13 @@ def rerun(found, git, folder):
     "Repeat a run from its manifest, in a folder of its own; return its result."
     if found["commit"] is None or git("worktree", "add", folder, found["commit"]) is None:
         raise ValueError(f"the repository has no commit {found['commit']}")
-    if found["diff"]:
-        records.git(folder)("apply", input=found["diff"] + "\n")
+    if found["diff"] and records.git(folder)("apply", input=found["diff"] + "\n") is None:
+        raise ValueError("the diff does not fit the commit")
     return records.run_script(folder, found)
 
 
 def stale(history, notebook):
-    "The ids of the cells whose latest result a run from top to bottom would not give."
+    "The ids of the cells whose latest result is stale."
     def versions(runs):
         names, result = {}, {}
         for cell in runs:
@@ -59,7 +61,7 @@ def stale(history, notebook):
 
 
 def suspects(history, notebook):
-    "The names that the last run used and that a run from top to bottom would have given it otherwise."
+    "The names that the last run used in another version than a run from top to bottom would."
     def versions_before(runs):
         names, before = {}, {}
         for cell in runs:

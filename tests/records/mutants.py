@@ -4,6 +4,7 @@ import copy
 import importlib.metadata
 import json
 import platform
+import shutil
 import sys
 import tarfile
 
@@ -27,9 +28,10 @@ def with_other_commands(config, seed, git):
         "seed": seed,
         "commit": here,
         "clean": here and not git("status", "--short"),
-        "diff": here and git("diff", "HEAD", "--unified=9", "--no-color"),
+        "diff": here and git("diff", "HEAD", "--binary", "--unified=9", "--no-color"),
         "packages": {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()},
         "device": machine.name(),
+        "processor": machine.host(),
         "threads": torch.get_num_threads(),
         "python": ".".join(map(str, sys.version_info[:3])),
     }
@@ -52,15 +54,18 @@ def by_paths(then, now):
 def in_steps(config, seed, git):
     "Right: verified commit; clean from the diff and the new files."
     out = {"seed": int(seed), "config": copy.deepcopy(config), "commit": git("rev-parse", "--verify", "HEAD")}
-    out["diff"] = None if out["commit"] is None else git("diff", "HEAD") + "\n" if git("diff", "HEAD") else ""
+    changes = git("diff", "HEAD", "--full-index", "--binary")
+    out["diff"] = changes + "\n" if changes else changes
     new = git("ls-files", "--others", "--exclude-standard")
     out["clean"] = None if new is None else not new and not out["diff"]
     out["packages"] = {
         "torch": importlib.metadata.version("torch"),
         "numpy": importlib.metadata.version("numpy"),
+        "scikit-learn": importlib.metadata.version("scikit-learn"),
     }
     return out | {
         "python": platform.python_version(),
+        "processor": machine.host(),
         "device": machine.name(),
         "threads": torch.get_num_threads(),
     }
@@ -73,9 +78,18 @@ def _with(**changes):
     return manifest, differing
 
 
-only_unstaged_changes = _with(diff=lambda config, git: git("diff"))
+def _stages(config, git):
+    return None if git("add", "--update") is None else git("diff", "--cached", "--binary")
+
+
+only_unstaged_changes = _with(diff=lambda config, git: git("diff", "--binary"))
+stages_what_somebody_is_working_on = _with(diff=_stages)
+binary_files_left_out = _with(diff=lambda config, git: git("diff", "HEAD"))
+the_newest_commit_of_all_branches = _with(commit=lambda config, git: git("log", "--all", "-1", "--format=%H"))
 clean_when_the_diff_is_empty = _with(clean=lambda config, git: git("diff", "HEAD") == "")
-empty_diff_where_there_is_no_repository = _with(diff=lambda config, git: git("diff", "HEAD") or "")
+empty_diff_where_there_is_no_repository = _with(
+    diff=lambda config, git: git("diff", "HEAD", "--binary") or ""
+)
 copies_the_config_one_level_deep = _with(config=lambda config, git: dict(config))
 
 
@@ -114,8 +128,8 @@ def from_an_archive(found, git, folder):
     git("archive", "--output", folder / "code.tar", found["commit"])
     with tarfile.open(folder / "code.tar") as tar:
         tar.extractall(folder, filter="data")
-    if found["diff"] != "":
-        records.git(folder)("apply", input=f"{found['diff']}\n")
+    if found["diff"] != "" and records.git(folder)("apply", input=f"{found['diff']}\n") is None:
+        raise ValueError("the diff does not fit")
     return records.run_script(folder, found)
 
 
@@ -125,7 +139,8 @@ def from_a_clone(found, git, folder):
     there = records.git(folder)
     if found["commit"] is None or there("checkout", "--quiet", found["commit"]) is None:
         raise ValueError(found["commit"])
-    there("apply", "-", input=found["diff"] + "\n")  # refuses an empty one, which does no harm
+    if not found["clean"] and there("apply", "-", input=found["diff"] + "\n") is None and found["diff"]:
+        raise ValueError("the diff does not fit")
     return records.run_script(folder, found)
 
 
@@ -133,8 +148,8 @@ def _rerun(found, git, folder, commit=None, diff=None):
     if found["commit"] is None or git("worktree", "add", folder, commit or found["commit"]) is None:
         raise ValueError("unknown commit")
     diff = found["diff"] + "\n" if diff is None else diff
-    if found["diff"]:
-        records.git(folder)("apply", input=diff)
+    if diff and records.git(folder)("apply", input=diff) is None:
+        raise ValueError("the diff does not fit")
     return records.run_script(folder, found)
 
 
@@ -151,19 +166,40 @@ def the_branch_in_place_of_the_commit(found, git, folder):
     return _rerun(found, git, folder, commit="HEAD")
 
 
-def checks_out_in_the_repository(found, git, folder):
-    result = _rerun(found, git, folder)
-    git("stash")
-    git("checkout", found["commit"])
-    return result
+def runs_a_commit_whose_diff_does_not_fit(found, git, folder):
+    try:
+        return _rerun(found, git, folder)
+    except ValueError:
+        if not folder.exists():
+            raise
+        return records.run_script(folder, found)
+
+
+def stashes_and_puts_everything_back(found, git, folder):
+    git("stash", "--include-untracked")
+    try:
+        return _rerun(found, git, folder)
+    finally:
+        git("stash", "pop", "--index")
+
+
+def files_of_today_in_the_copy(found, git, folder):
+    if found["commit"] is None or git("cat-file", "-e", found["commit"]) is None:
+        raise ValueError("unknown commit")
+    shutil.copytree(git("rev-parse", "--show-toplevel"), folder)
+    there = records.git(folder)
+    there("checkout", "--force", "--detach", found["commit"])
+    if found["diff"] and there("apply", input=found["diff"] + "\n") is None:
+        raise ValueError("the diff does not fit")
+    return records.run_script(folder, found)
 
 
 def runs_an_unknown_commit_as_it_is(found, git, folder):
     git("worktree", "add", folder, found["commit"] or "HEAD")
     if not (folder / "train.py").exists():
         git("worktree", "add", folder, "HEAD")
-    if found["diff"]:
-        records.git(folder)("apply", input=found["diff"] + "\n")
+    if found["diff"] and records.git(folder)("apply", input=found["diff"] + "\n") is None:
+        raise ValueError("the diff does not fit")
     return records.run_script(folder, found)
 
 
@@ -210,9 +246,24 @@ def _version(cell, names, source=None, defines=None, kept=None):
 
 
 one_step_back_only = _stale(lambda cell, names: _version(cell, names, kept=cell.source))
+the_id_is_part_of_the_version = _stale(
+    lambda cell, names: _version(cell, names, source=cell.id + cell.source)
+)
+the_first_line_of_the_source = _stale(
+    lambda cell, names: _version(cell, names, source=cell.source.splitlines()[0])
+)
 by_id_in_place_of_source = _stale(lambda cell, names: _version(cell, names, source=cell.id))
 the_first_letters_of_the_source = _stale(lambda cell, names: _version(cell, names, source=cell.source[:8]))
 one_name_a_cell = _stale(lambda cell, names: _version(cell, names, defines=sorted(cell.defines)[:1]))
+
+
+def six_steps_back(history, notebook):
+    def cut(version, steps):
+        if not isinstance(version, tuple):
+            return version
+        return version[0], tuple((n, cut(v, steps - 1)) for n, v in version[1] if steps)
+
+    return _stale(lambda cell, names: cut(_version(cell, names), 6))(history, notebook)
 
 
 def cells_that_define_nothing_are_never_stale(history, notebook):
@@ -285,6 +336,9 @@ RIGHT = {
 MUTANTS = {
     "records.1": [
         only_unstaged_changes,
+        stages_what_somebody_is_working_on,
+        binary_files_left_out,
+        the_newest_commit_of_all_branches,
         clean_when_the_diff_is_empty,
         empty_diff_where_there_is_no_repository,
         copies_the_config_one_level_deep,
@@ -295,12 +349,17 @@ MUTANTS = {
         forgets_the_diff,
         applies_a_diff_without_its_last_line_break,
         the_branch_in_place_of_the_commit,
-        checks_out_in_the_repository,
+        runs_a_commit_whose_diff_does_not_fit,
+        stashes_and_puts_everything_back,
+        files_of_today_in_the_copy,
         runs_an_unknown_commit_as_it_is,
     ],
     "records.3": [
         one_step_back_only,
         by_id_in_place_of_source,
+        the_id_is_part_of_the_version,
+        the_first_line_of_the_source,
+        six_steps_back,
         the_first_letters_of_the_source,
         one_name_a_cell,
         cells_that_define_nothing_are_never_stale,

@@ -56,6 +56,17 @@ def test_a_repository_and_git(tmp_path):
     assert git("no-such-command") is None and records.git(tmp_path)("rev-parse", "HEAD") is None
 
 
+def test_git_keeps_every_byte(tmp_path):
+    git = records.repository(tmp_path / "r", {"a.bin": "x", "dos.txt": "x", "latin.txt": "x"})
+    new = {"a.bin": bytes(range(256)), "dos.txt": b"a\r\nb\r\n", "latin.txt": b"caf\xe9\n"}
+    for name, content in new.items():
+        (tmp_path / "r" / name).write_bytes(content)
+    git("worktree", "add", tmp_path / "again", "HEAD")
+    diff = json.loads(json.dumps(git("diff", "HEAD", "--binary")))
+    assert records.git(tmp_path / "again")("apply", input=diff + "\n") == ""
+    assert {name: (tmp_path / "again" / name).read_bytes() for name in new} == new
+
+
 def test_a_script_that_fails_is_one_line(tmp_path):
     (tmp_path / "train.py").write_text("raise ValueError('lr is missing')")
     with pytest.raises(RuntimeError, match=r"^ValueError: lr is missing$"):
@@ -129,6 +140,7 @@ def test_figures_draw():
     cells = [records.read(*x) for x in page.items()]
     figures.draw_session([*page.items(), ("A", "a = 2")], list(page))
     figures.draw_losses({"one": [2, 1], "two": [2, 1], "three": [2, 2]})
+    figures.draw_difference([2.0, 1.0], [2.0, 1.5])
     fig = figures.draw_graph(history, cells, {"A"})
     assert [t.get_text() for t in fig.axes[1].texts if t.get_text() == "a"]
     plt.close("all")
