@@ -7,7 +7,6 @@ from course_lib.show import COLOURS, axes
 def draw_memory(runs, limit):
     "Bytes alive after each operator: {label: meter.Memory}. The highest point is named; dashed: `limit`."
     fig, ax = axes()
-    top = max(memory.peak for memory in runs.values())
     for (label, memory), colour in zip(runs.items(), COLOURS, strict=False):
         sizes = [size / 1e6 for _, size in memory.line]
         at = max(range(len(sizes)), key=sizes.__getitem__)
@@ -16,9 +15,12 @@ def draw_memory(runs, limit):
         ax.plot(at, sizes[at], "o", color=colour, markersize=4)
         ax.annotate(f"{sizes[at]:.1f} MB, in {memory.line[at][0].strip('_')}", (at, sizes[at]), xytext=(6, 3),
                     textcoords="offset points", fontsize=8)  # fmt: skip
-    ax.set(xlabel="operators of the step, in order (dotted: the backward pass begins)",
-           ylabel="memory, MB", ylim=(0, 1.18 * top / 1e6))  # fmt: skip
-    ax.legend(fontsize=8, loc="upper right" if len(runs) > 1 else "lower center")
+    ax.axhline(limit / 1e6, color="#555555", linestyle="--", linewidth=1)
+    ax.annotate("limit", (0, limit / 1e6), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    ax.set(xlabel="operators of the step, in order (dotted: the backward pass begins)", ylabel="memory, MB",
+           ylim=(0, 1.15 * max(memory.peak for memory in runs.values()) / 1e6))  # fmt: skip
+    if len(runs) > 1:
+        ax.legend(fontsize=8, loc="upper right")
     return fig
 
 
@@ -59,18 +61,18 @@ def draw_frontier(points):
             filled, middle = colour if (mode, way) in best else "white", 500 * (low + high)
             ax.plot([size / 1e9] * 2, [1e3 * low, 1e3 * high], color=colour, linewidth=1)
             ax.plot(size / 1e9, middle, marker, color=colour, markerfacecolor=filled, markersize=7)
-            below = mode == "compiled"
+            below, aside = mode == "compiled", {"again": -38, "yours_12": 38}.get(way, 0)
             ax.annotate(WORDS[way].removeprefix("your "), (size / 1e9, 1e3 * (low if below else high)),
-                        xytext=(0, -12 if below else 5), textcoords="offset points", fontsize=8, color=colour,
-                        ha="center", rotation=0)  # fmt: skip
+                        xytext=(aside, -13 if below else 6), textcoords="offset points", fontsize=8,
+                        color=colour, ha="center")  # fmt: skip
         if mine:
             ax.plot([], [], marker, color=colour, label=mode)
     ax.set(
         xlabel="peak of memory, GB",
         ylabel="forward and backward, ms (filled: on the frontier)",
-        ylim=(0, None),
+        xlim=(0, 1.15 * max(size for size, *_ in points.values()) / 1e9),
+        ylim=(0, 1.12e3 * max(high for *_, high in points.values())),
     )
-    ax.margins(x=0.14, y=0.12)
     ax.legend(fontsize=8, loc="lower left")
     return fig
 
