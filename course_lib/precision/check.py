@@ -16,10 +16,15 @@ from course_lib import precision
 from course_lib.checking import yours  # noqa: F401
 
 SHAPES = (3, 5), (7,), (2, 1, 4), (6,)
+BAD = " (inf as 3e38, NaN as 1e38)"
 
 
 def _short(dtype):
     return str(dtype).removeprefix("torch.")
+
+
+def _finite(x):
+    return x.float().nan_to_num(1e38, 3e38, -3e38)
 
 
 def _tensor(got, dtype, shape, what):
@@ -32,12 +37,8 @@ def _tensor(got, dtype, shape, what):
 @core.exercise("precision.1", "masters follow SGD and Adam in float64, parameters are their roundings")
 def master_weights(answer):
     for dtype in (torch.bfloat16, torch.float16):
-        settings = {
-            "lr": random.uniform(0.02, 0.1),
-            "weight_decay": random.uniform(0.05, 0.2),
-            "momentum": 0.9,
-        }
-        _follow(answer, dtype, functools.partial(torch.optim.SGD, **settings))
+        lr, decay = random.uniform(0.02, 0.1), random.uniform(0.05, 0.2)
+        _follow(answer, dtype, functools.partial(torch.optim.SGD, lr=lr, weight_decay=decay, momentum=0.9))
         _follow(answer, dtype, functools.partial(torch.optim.Adam, lr=random.uniform(0.002, 0.02)))
 
 
@@ -48,31 +49,23 @@ def _follow(answer, dtype, make):
     for i in range(12):
         # Some gradients are missing, and some are zeros, with which decay and momentum still act.
         grads = [torch.randn(s).to(dtype) * (i != 5) if i % 3 != j else None for j, s in enumerate(SHAPES)]
-        if i == 11:  # the last step overflows: hiding that is not the optimizer's task
+        if i == 11:  # an overflow, which the optimizer must not hide
             grads[1][random.randrange(7)] = random.choice([math.inf, -math.inf, math.nan])
-        kept = core.clone(grads)
-        for p, w, g in zip(params, want, grads, strict=True):
+        for p, w, g in zip(params, want, core.clone(grads), strict=True):
             p.grad, w.grad = g, None if g is None else g.double()
         oracle.step()
         core.call(mine.step)
-        core.require(torch.is_grad_enabled(), "step disabled gradients for the rest of the program")
-        for p, m, w, g in zip(params, mine.master, want, kept, strict=True):
+        core.require(torch.is_grad_enabled(), "step switched gradients off for the rest of the program")
+        for p, m, w, g in zip(params, mine.master, want, grads, strict=True):
             grad = "no gradient" if g is None else "a gradient" if g.any() else "a gradient of zeros"
-            grad += " that is not finite" * (g is not None and not g.isfinite().all())
             what = f"step {i + 1} of {make.func.__name__}, a {_short(dtype)} parameter with {grad}"
-            core.require(core._same(p.grad, g), f"{what}: p.grad is changed or gone; step only reads it")
-            m, w = (
-                _tensor(m, torch.float32, p.shape, what).nan_to_num(1e8, 2e8, -2e8),
-                w.nan_to_num(1e8, 2e8, -2e8),
-            )
-            core.close(
-                m,
-                w,
-                f"{what}: master (NaN as 1e8, inf as 2e8)" if i == 11 else f"{what}: master",
-                rtol=1e-5,
-                atol=1e-5,
-            )
-            off = int((p.nan_to_num(1e8, 2e8, -2e8) != m.to(dtype)).sum())
+            what += " that is infinite or NaN somewhere" * (g is not None and not g.isfinite().all())
+            kept = p.grad is g is None or core._same([p.grad], [g])
+            core.require(kept, f"{what}: p.grad is gone or changed; step only reads it")
+            rounded = _tensor(m, torch.float32, p.shape, what).to(dtype)
+            m, w = _finite(m), _finite(w)
+            core.close(m, w, f"{what}: master{BAD * (i == 11)}", rtol=1e-5, atol=1e-5)
+            off = int((_finite(p) != _finite(rounded)).sum())
             hint = "are not their master rounded; write into the parameters themselves, in place"
             core.require(p.dtype == dtype and not off, f"{what}: {off} of {p.numel()} elements {hint}")
 
@@ -85,19 +78,20 @@ def stochastic_round(answer):
         _mean(answer, part, -1.0)
     again = torch.equal(*(_bf16(answer, torch.full((50, 40), 1.0 + 2.0**-8)) for _ in range(2)))
     core.require(not again, "two calls rounded 2,000 numbers alike: draw new random numbers in each call")
+    _independent(answer)
+
+
+def _independent(answer):
     x, seed = (
         torch.full((2 * random.randrange(200, 400),), 1 + random.uniform(0.4, 0.6) / 128),
         torch.initial_seed(),
     )
     p = (float(x[0]) - 1) * 128
-    spread = torch.tensor([float((_bf16(answer, x) > 1).sum()) for _ in range(400)]).var() / (
-        len(x) * p * (1 - p)
-    )
-    core.require(
-        0.6 < spread < 1.6,  # a right answer is refused once in 10^9
-        f"the number of equal numbers that are rounded up varies {spread:.2f} times as much from call to call as "
-        "with independent draws: each element needs a random number of its own",
-    )
+    ups = torch.tensor([float((_bf16(answer, x) > 1).sum()) for _ in range(400)])
+    ratio = float(ups.var()) / (len(x) * p * (1 - p))
+    many = f"the count of equal numbers rounded up varies {ratio:.2f} times as much as with independent draws"
+    # A right answer is refused once in 10^9.
+    core.require(0.6 < ratio < 1.6, f"{many}: each element needs a random number of its own")
     core.require(torch.initial_seed() == seed, "the function sets torch's seed, on which other code depends")
 
 
@@ -117,10 +111,8 @@ def _neighbours(answer):
         raise core.Wrong(f"{value:.8g} was rounded to {found:.8g}; {between}")
     exact = torch.cat([near.flatten().float(), torch.tensor([0.0, 1.0, -2.0, math.inf, -math.inf, math.nan])])
     for _ in range(3):
-        got, want = (t.float().nan_to_num(1e38, 3e38, -3e38) for t in (_bf16(answer, exact), exact))
-        core.close(
-            got, want, "numbers that bfloat16 holds exactly (inf as 3e38, NaN as 1e38)", rtol=0, atol=0
-        )
+        got, want = _finite(_bf16(answer, exact)), _finite(exact)
+        core.close(got, want, f"numbers that bfloat16 holds exactly{BAD}", rtol=0, atol=0)
     _bf16(answer, torch.tensor(0.75))
     odd = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
     core.require(
@@ -163,27 +155,24 @@ def _drive(answer, factor, growth, backoff, interval, second):
     for params in (ours, theirs):
         groups = [{"params": params[:1]}, {"params": params[1:2], "lr": 0.02}]
         pairs[0].append(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-        pairs[1].append(second(params[2:], lr=0.03))
-    for n in (
-        interval - 1,
-        0,
-        interval,
-        2 * interval,
-        1,
-        2 * interval - 1,
-        9,
-    ):  # good iterations, then a bad one
+        pairs[1].append(second([{"params": params[2:3]}, {"params": params[3:]}], lr=0.03))
+    good = interval - 1, 0, interval, 2 * interval, 1, 2 * interval - 1, 9
+    for n in good:  # good iterations, then a bad one
         plan += [None] * n + [random.choice([math.inf, -math.inf, math.nan])]
     mine = core.call(answer, factor, growth, backoff, interval)
     ref = torch.amp.GradScaler("cpu", factor, growth, backoff, interval)
     for i, bad in enumerate((plan + [None] * 40)[:40]):
-        loss, at = torch.randn(()), random.choice([0, 1, 3])
+        loss, at = torch.randn(()), random.choice([[0], [1], [3], [0, 3]])
         where = f"after iteration {i + 1} of Scaler({factor:g}, {growth:g}, {backoff:g}, {interval})"
-        where += f", {bad} in a gradient of optimizer {at // 2 + 1}" if bad else ", all gradients finite"
+        where += (
+            f", {bad} in a gradient of optimizer {' and '.join(str(k // 2 + 1) for k in at)}"
+            if bad
+            else ", all gradients finite"
+        )
         core.close(core.call(mine.scale, loss), ref.scale(loss), f"scaled loss {where}")
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             b.grad = torch.randn(b.shape) * ref.get_scale() if k != 2 or i % 5 else None
-            if bad and k == at:
+            if bad and k in at:
                 b.grad.view(-1)[random.randrange(1, b.numel())] = bad
             a.grad = None if b.grad is None else b.grad.clone()
         given = [a.grad for a in ours]
@@ -211,7 +200,6 @@ def _drive(answer, factor, growth, backoff, interval, second):
 
 @core.exercise("precision.4", "losses, weights and the scaler's calls right in fp32, bf16 and fp16")
 def train_mixed(answer):
-    _device_and_settings(answer)
     lows, norms = ("float32", "float32", "bfloat16", "float16", "float16"), (0.1, 50.0, 0.02, 0.1, 0.02)
     for low, accumulate, max_norm in zip(lows, (1, 3, 2, 1, 3), norms, strict=True):
         steps, dtype = random.randrange(4, 7), getattr(torch, low)
@@ -230,17 +218,13 @@ def train_mixed(answer):
             setattr(scaler, name, mock.Mock(side_effect=reads.allowed(getattr(scaler, name))))
         for p in net.parameters():
             p.grad = torch.randn(p.shape)  # old gradients, to be cleared first
-        net.train(training := random.random() < 0.5)
+        net.train(training := accumulate == 1)
         stream = _in_turn(batches, scaler, accumulate, what)
         given = net, torch.optim.SGD(net.parameters(), lr=0.5), stream, dtype, scaler
         with reads:
             losses = core.call(answer, *given, accumulate, max_norm, mutates=range(7))
-        core.require(
-            not reads.n, f"{what}: {reads.n} tensors were read as Python numbers, as `.item()` and `if` do"
-        )
-        core.require(
-            net.training == training, f"{what}: the network's mode changed; `.train()` is the caller's"
-        )
+        core.require(not reads.n, f"{what}: Python read {reads.n} tensors, as `.item()`, `float` and `if` do")
+        core.require(net.training == training, f"{what}: net.training changed; leave it to the caller")
         core.require(seen["forward in"] == {low}, f"{what}: the forward pass was in {[*seen['forward in']]}")
         core.require(seen["backward"] == {False}, f"{what}: backward ran under autocast; expected it outside")
         core.require(not torch.is_autocast_enabled("cpu"), f"{what}: autocast is still on after the loop")
@@ -258,6 +242,7 @@ def train_mixed(answer):
         loose = 1e-5 if low == "float32" else 0.01 * min(max_norm, 1.0)
         for p, w in zip(net.parameters(), want[1], strict=True):
             core.close(p, w, f"weights at the end ({what}){hint}", rtol=1e-5, atol=loose)
+    _device_and_settings(answer)
 
 
 class _Reads(TorchDispatchMode):
@@ -281,34 +266,30 @@ class _Reads(TorchDispatchMode):
 
 def _in_turn(batches, scaler, accumulate, what):
     for i, batch in enumerate(batches):
-        late = scaler.step.call_count < i // accumulate
-        core.require(
-            not late,
-            f"{what}: batch {i + 1} was taken before the step that comes first; take each in its turn",
-        )
+        if scaler.step.call_count < i // accumulate:
+            raise core.Wrong(f"{what}: batch {i + 1} was taken too early; take it after the step before it")
         yield batch
 
 
 def _device_and_settings(answer):
     "Train on the device `meta`, where nothing is computed, and see for which device autocast was asked."
-    net, kinds, before = nn.Linear(9, 5, device="meta"), [], torch.get_float32_matmul_precision()
-    original = torch.amp.autocast_mode.autocast.__init__
+    net, kinds, kind = nn.Linear(9, 5, device="meta"), [], torch.amp.autocast_mode.autocast
+    batch = torch.empty(4, 9, device="meta"), torch.empty(4, dtype=torch.long, device="meta")
+    given = net, torch.optim.SGD(net.parameters()), iter([batch]), torch.bfloat16
+    original = kind.__init__
 
     def init(self, device_type, *args, **kwargs):
         kinds.append(device_type)
         original(self, "cpu", *args, **kwargs)
 
-    batch = torch.empty(4, 9, device="meta"), torch.empty(4, dtype=torch.long, device="meta")
-    given = net, torch.optim.SGD(net.parameters()), iter([batch]), torch.bfloat16
-    with mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init):
+    torch.set_float32_matmul_precision("highest")
+    with mock.patch.object(kind, "__init__", init):
         core.call(answer, *given, torch.amp.GradScaler("cpu", enabled=False), mutates=range(5))
     after = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(before)
-    core.require(after == before, f"float32_matmul_precision was {before!r} and is {after!r} after the call")
-    core.require(
-        "meta" in kinds,
-        f"the batch is on the device 'meta' and autocast was asked for {kinds}; use x.device.type",
-    )
+    torch.set_float32_matmul_precision("highest")
+    core.require(after == "highest", f"the call left torch.set_float32_matmul_precision({after!r}) behind")
+    asked = f"autocast was asked for {' and '.join(map(repr, kinds)) or 'no device'}"
+    core.require("meta" in kinds, f"the batch is on 'meta', {asked}; expected x.device.type")
 
 
 def _look(seen, net, args, out):
@@ -328,10 +309,8 @@ def _trained(net, batches, dtype, accumulate, max_norm, scaled):
                 logits = torch.func.functional_call(net, leaves, (x,))
             loss = F.cross_entropy(logits.float().flatten(0, -2), y.flatten()) / accumulate
             found = torch.autograd.grad(loss * factor, list(leaves.values()))
-            grads, total = (
-                [g + f.double() / factor for g, f in zip(grads, found, strict=True)],
-                total + loss.item(),
-            )
+            grads = [g + f.double() / factor for g, f in zip(grads, found, strict=True)]
+            total += loss.item()
         losses.append(total)
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
         if math.isfinite(norm):
