@@ -9,16 +9,22 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import checking as core
 from course_lib import precision
 from course_lib.checking import yours  # noqa: F401
 
 SHAPES = (3, 5), (7,), (2, 1, 4), (6,)
+BAD = " (inf as 3e38, NaN as 1e38)"
 
 
 def _short(dtype):
     return str(dtype).removeprefix("torch.")
+
+
+def _finite(x):
+    return x.float().nan_to_num(1e38, 3e38, -3e38)
 
 
 def _tensor(got, dtype, shape, what):
@@ -31,12 +37,8 @@ def _tensor(got, dtype, shape, what):
 @core.exercise("precision.1", "masters follow SGD and Adam in float64, parameters are their roundings")
 def master_weights(answer):
     for dtype in (torch.bfloat16, torch.float16):
-        settings = {
-            "lr": random.uniform(0.02, 0.1),
-            "weight_decay": random.uniform(0.05, 0.2),
-            "momentum": 0.9,
-        }
-        _follow(answer, dtype, functools.partial(torch.optim.SGD, **settings))
+        lr, decay = random.uniform(0.02, 0.1), random.uniform(0.05, 0.2)
+        _follow(answer, dtype, functools.partial(torch.optim.SGD, lr=lr, weight_decay=decay, momentum=0.9))
         _follow(answer, dtype, functools.partial(torch.optim.Adam, lr=random.uniform(0.002, 0.02)))
 
 
@@ -47,15 +49,22 @@ def _follow(answer, dtype, make):
     for i in range(12):
         # Some gradients are missing, and some are zeros, with which decay and momentum still act.
         grads = [torch.randn(s).to(dtype) * (i != 5) if i % 3 != j else None for j, s in enumerate(SHAPES)]
-        for p, w, g in zip(params, want, grads, strict=True):
+        if i == 11:  # an overflow, which the optimizer must not hide
+            grads[1][random.randrange(7)] = random.choice([math.inf, -math.inf, math.nan])
+        for p, w, g in zip(params, want, core.clone(grads), strict=True):
             p.grad, w.grad = g, None if g is None else g.double()
         oracle.step()
         core.call(mine.step)
+        core.require(torch.is_grad_enabled(), "step switched gradients off for the rest of the program")
         for p, m, w, g in zip(params, mine.master, want, grads, strict=True):
             grad = "no gradient" if g is None else "a gradient" if g.any() else "a gradient of zeros"
             what = f"step {i + 1} of {make.func.__name__}, a {_short(dtype)} parameter with {grad}"
-            core.close(_tensor(m, torch.float32, p.shape, what), w, f"{what}: master", rtol=1e-5, atol=1e-5)
-            off = int((p != m.to(dtype)).sum())
+            what += " that is infinite or NaN somewhere" * (g is not None and not g.isfinite().all())
+            kept = (p.grad is None) == (g is None) and core._same([p.grad], [g])
+            core.require(kept, f"{what}: p.grad is gone or changed; step only reads it")
+            rounded = _tensor(m, torch.float32, p.shape, what).to(dtype)
+            core.close(_finite(m), _finite(w), f"{what}: master{BAD * (i == 11)}", rtol=1e-5, atol=1e-5)
+            off = int((_finite(p) != _finite(rounded)).sum())
             hint = "are not their master rounded; write into the parameters themselves, in place"
             core.require(p.dtype == dtype and not off, f"{what}: {off} of {p.numel()} elements {hint}")
 
@@ -68,6 +77,18 @@ def stochastic_round(answer):
         _mean(answer, part, -1.0)
     again = torch.equal(*(_bf16(answer, torch.full((50, 40), 1.0 + 2.0**-8)) for _ in range(2)))
     core.require(not again, "two calls rounded 2,000 numbers alike: draw new random numbers in each call")
+    _independent(answer)
+
+
+def _independent(answer):
+    p, seed = random.randrange(26_000, 40_000) / 2**16, torch.initial_seed()
+    x = torch.full((2 * random.randrange(200, 400),), 1 + p / 128)
+    ups = torch.tensor([float((_bf16(answer, x) > 1).sum()) for _ in range(400)])
+    ratio = float(ups.var()) / (len(x) * p * (1 - p))
+    many = f"the count of equal numbers rounded up varies {ratio:.2f} times as much as with independent draws"
+    # A right answer is refused once in 10^9.
+    core.require(0.6 < ratio < 1.6, f"{many}: each element needs a random number of its own")
+    core.require(torch.initial_seed() == seed, "the function sets torch's seed, on which other code depends")
 
 
 def _bf16(answer, x):
@@ -75,25 +96,21 @@ def _bf16(answer, x):
 
 
 def _neighbours(answer):
-    x = 2.0 ** (torch.rand(61, 37).t() * 200 - 100) * (torch.randint(0, 2, (37, 61)) * 2 - 1)
+    size = torch.cat([torch.rand(60, 37) * 200 - 100, torch.rand(1, 37) * 3 - 130])  # and subnormals
+    x = 2.0 ** size.t() * (torch.randint(0, 2, (37, 61)) * 2 - 1)
     near, got = x.bfloat16(), _bf16(answer, x)
     other = torch.nextafter(near, torch.where(near.float() > x, -math.inf, math.inf).bfloat16())
-    for value, a, b, found in (
-        torch.stack([x, near, other, got])[:, (got != near) & (got != other)].t().tolist()
-    ):
+    off = (got != near) & (got != other)
+    for value, a, b, found in torch.stack([x, near, other, got])[:, off].t().tolist():
         between = f"its neighbours in bfloat16 are {min(a, b):.8g} and {max(a, b):.8g}"
         raise core.Wrong(f"{value:.8g} was rounded to {found:.8g}; {between}")
     exact = torch.cat([near.flatten().float(), torch.tensor([0.0, 1.0, -2.0, math.inf, -math.inf, math.nan])])
     for _ in range(3):
-        got, want = (t.float().nan_to_num(1e38, 3e38, -3e38) for t in (_bf16(answer, exact), exact))
-        core.close(
-            got, want, "numbers that bfloat16 holds exactly (inf as 3e38, NaN as 1e38)", rtol=0, atol=0
-        )
+        got, want = _finite(_bf16(answer, exact)), _finite(exact)
+        core.close(got, want, f"numbers that bfloat16 holds exactly{BAD}", rtol=0, atol=0)
     _bf16(answer, torch.tensor(0.75))
     odd = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    core.require(
-        _bf16(answer, odd).isnan().all(), "a NaN with other bits than the usual ones is no NaN afterwards"
-    )
+    core.require(_bf16(answer, odd).isnan().all(), "a NaN with unusual bits is no NaN afterwards")
 
 
 def _mean(answer, part, sign):
@@ -103,54 +120,50 @@ def _mean(answer, part, sign):
     x = sign * (low + p * step)
     away = _bf16(answer, torch.full((400, n // 400), x)).double().abs() > low
     allowed = 7 * math.sqrt(n * p * (1 - p)) + 2  # a right answer is refused once in 10^11
-    count = (
-        f"of {n:,} roundings {n * p:,.0f} ± {allowed:,.0f} should go to the second, {int(away.sum()):,} did"
-    )
+    found = int(away.sum())
+    count = f"of {n:,} roundings {n * p:,.0f} ± {allowed:,.0f} should go to the second, {found:,} did"
     alike = any(bool((away == some).all()) for some in (away[:, :1], away[:1])) and 0.01 < p < 0.99
     hint = "; equal numbers were rounded alike: each element needs a random number of its own" * alike
     where = f"{x:.9g} lies {p:.4f} of the way from {sign * low:g} to {sign * (low + step):g}"
-    core.require(abs(int(away.sum()) - n * p) <= allowed and not alike, f"{where}: {count}{hint}")
+    core.require(abs(found - n * p) <= allowed and not alike, f"{where}: {count}{hint}")
 
 
 @core.exercise("precision.3", "scale, skipped steps and weights equal GradScaler's, with two optimizers")
 def scaler(answer):
     for power, growth, backoff in ((1, 4.0, 0.25), (17, 2.0, 0.5), (7, 4.0, 0.5), (12, 2.0, 0.25)):
-        _drive(answer, 2.0**power, growth, backoff, random.randrange(3, 6))
+        # The second optimizer is of the same class as the first, or not.
+        second = torch.optim.Adam if power % 3 == 1 else torch.optim.SGD
+        _drive(answer, 2.0**power, growth, backoff, random.randrange(3, 6), second)
     p = torch.zeros(5, requires_grad=True)
     p.grad, opt, mine = torch.full((5,), 3e38), torch.optim.SGD([p], lr=1e-38), core.call(answer, 2.0)
     core.call(mine.step, opt, mutates=(0,))
     core.close(p, torch.full((5,), -1.5), "weights after finite gradients of 3e38, whose norm is infinite")
 
 
-def _drive(answer, factor, growth, backoff, interval):
+def _drive(answer, factor, growth, backoff, interval, second):
     ours = [torch.randn(s).requires_grad_() for s in SHAPES]
     theirs, pairs, plan = [p.detach().clone().requires_grad_() for p in ours], [[], []], []
     for params in (ours, theirs):
         groups = [{"params": params[:1]}, {"params": params[1:2], "lr": 0.02}]
         pairs[0].append(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
-        pairs[1].append(torch.optim.Adam(params[2:], lr=0.03))
-    for n in (
-        interval - 1,
-        0,
-        interval,
-        2 * interval,
-        1,
-        2 * interval - 1,
-        9,
-    ):  # good iterations, then a bad one
+        pairs[1].append(second([{"params": params[2:3]}, {"params": params[3:]}], lr=0.03))
+    good = interval - 1, 0, interval, 2 * interval, 1, 2 * interval - 1, 9
+    for n in good:  # good iterations, then a bad one
         plan += [None] * n + [random.choice([math.inf, -math.inf, math.nan])]
     mine = core.call(answer, factor, growth, backoff, interval)
     ref = torch.amp.GradScaler("cpu", factor, growth, backoff, interval)
     for i, bad in enumerate((plan + [None] * 40)[:40]):
-        loss, at = torch.randn(()), random.choice([0, 1, 3])
+        loss, at = torch.randn(()), random.choice([[0], [1], [3], [0, 3]])
         where = f"after iteration {i + 1} of Scaler({factor:g}, {growth:g}, {backoff:g}, {interval})"
-        where += f", {bad} in a gradient of optimizer {at // 2 + 1}" if bad else ", all gradients finite"
+        which = f"{bad} in a gradient of optimizer {' and '.join(str(k // 2 + 1) for k in at)}"
+        where += f", {which}" if bad else ", all gradients finite"
         core.close(core.call(mine.scale, loss), ref.scale(loss), f"scaled loss {where}")
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             b.grad = torch.randn(b.shape) * ref.get_scale() if k != 2 or i % 5 else None
-            if bad and k == at:
+            if bad and k in at:
                 b.grad.view(-1)[random.randrange(1, b.numel())] = bad
             a.grad = None if b.grad is None else b.grad.clone()
+        given = [a.grad for a in ours]
         for k, (opt, ref_opt) in enumerate(pairs):
             if random.random() < 0.5:  # unscale and clip, or leave both to step
                 core.call(mine.unscale_, opt, mutates=(0,))
@@ -159,10 +172,13 @@ def _drive(answer, factor, growth, backoff, interval):
                     nn.utils.clip_grad_norm_(params[2 * k : 2 * k + 2], 0.5)
             core.call(mine.step, opt, mutates=(0,))
             ref.step(ref_opt)
-        for a, b in zip(ours, theirs, strict=True):
+        for k, (a, b, g) in enumerate(zip(ours, theirs, given, strict=True)):
+            gone = "has no gradient any more" if a.grad is None else "has another tensor as its gradient"
+            gone += "; unscale_ divides in place, step changes none"
+            core.require(a.grad is g, f"{where}: parameter {k + 1} {gone}")
             core.close(a, b, f"weights {where}", rtol=1e-5)
-            a, b = (torch.zeros(()) if t.grad is None else t.grad.nan_to_num(0) for t in (a, b))
-            core.close(a, b, f"gradients {where}, NaN as 0", atol=1e-9)
+            if g is not None:
+                core.close(g.nan_to_num(0), b.grad.nan_to_num(0), f"gradients {where}, NaN as 0", atol=1e-9)
         core.call(mine.update)
         ref.update()
         core.close(mine.factor, ref.get_scale(), f"scale {where}", atol=0)
@@ -183,12 +199,18 @@ def train_mixed(answer):
         want = _trained(net, batches, dtype, accumulate, max_norm, scaler.is_enabled())
         calls, seen = ("scale", "unscale_", "step", "update"), {"forward in": set(), "backward": set()}
         net.register_forward_hook(functools.partial(_look, seen))
+        reads = _Reads()
         for name in calls:
-            setattr(scaler, name, mock.Mock(wraps=getattr(scaler, name)))
+            setattr(scaler, name, mock.Mock(side_effect=reads.allowed(getattr(scaler, name))))
         for p in net.parameters():
             p.grad = torch.randn(p.shape)  # old gradients, to be cleared first
-        given = net, torch.optim.SGD(net.parameters(), lr=0.5), iter(batches), dtype, scaler
-        losses = core.call(answer, *given, accumulate, max_norm, mutates=range(7))
+        net.train(training := accumulate == 1)
+        stream = _in_turn(batches, scaler, accumulate, what)
+        given = net, torch.optim.SGD(net.parameters(), lr=0.5), stream, dtype, scaler
+        with reads:
+            losses = core.call(answer, *given, accumulate, max_norm, mutates=range(7))
+        core.require(not reads.n, f"{what}: Python read {reads.n} tensors, as `.item()`, `float` and `if` do")
+        core.require(net.training == training, f"{what}: net.training changed; leave it to the caller")
         core.require(seen["forward in"] == {low}, f"{what}: the forward pass was in {[*seen['forward in']]}")
         core.require(seen["backward"] == {False}, f"{what}: backward ran under autocast; expected it outside")
         core.require(not torch.is_autocast_enabled("cpu"), f"{what}: autocast is still on after the loop")
@@ -206,6 +228,57 @@ def train_mixed(answer):
         loose = 1e-5 if low == "float32" else 0.01 * min(max_norm, 1.0)
         for p, w in zip(net.parameters(), want[1], strict=True):
             core.close(p, w, f"weights at the end ({what}){hint}", rtol=1e-5, atol=loose)
+    _device_and_settings(answer)
+
+
+class _Reads(TorchDispatchMode):
+    "Counts reads of a tensor as a Python number, except inside functions that are `allowed` to."
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+    def allowed(self, fn):
+        def call(*args, **kwargs):
+            before = self.n
+            out = fn(*args, **kwargs)
+            self.n = before
+            return out
+
+        return call
+
+
+def _in_turn(batches, scaler, accumulate, what):
+    for i, batch in enumerate(batches):
+        if scaler.step.call_count < i // accumulate:
+            raise core.Wrong(f"{what}: batch {i + 1} was taken too early; take it after the step before it")
+        yield batch
+
+
+def _device_and_settings(answer):
+    "Train on the device `meta`, where nothing is computed, and see for which device autocast was asked."
+    net, kinds, kind = nn.Linear(9, 5, device="meta"), [], torch.amp.autocast_mode.autocast
+    batch = torch.empty(4, 9, device="meta"), torch.empty(4, dtype=torch.long, device="meta")
+    given = net, torch.optim.SGD(net.parameters()), iter([batch]), torch.bfloat16
+    original = kind.__init__
+
+    def init(self, device_type, *args, **kwargs):
+        kinds.append(device_type)
+        original(self, "cpu", *args, **kwargs)
+
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with mock.patch.object(kind, "__init__", init):
+            core.call(answer, *given, torch.amp.GradScaler("cpu", enabled=False), mutates=range(5))
+    except core.Wrong as e:
+        raise core.Wrong(f"on the device 'meta', where tensors have no values to read, {e}") from None
+    after = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    core.require(after == "highest", f"the call left torch.set_float32_matmul_precision({after!r}) behind")
+    asked = f"autocast was asked for {' and '.join(map(repr, kinds)) or 'no device'}"
+    core.require("meta" in kinds, f"the batch is on 'meta', {asked}; expected x.device.type")
 
 
 def _look(seen, net, args, out):
@@ -225,10 +298,8 @@ def _trained(net, batches, dtype, accumulate, max_norm, scaled):
                 logits = torch.func.functional_call(net, leaves, (x,))
             loss = F.cross_entropy(logits.float().flatten(0, -2), y.flatten()) / accumulate
             found = torch.autograd.grad(loss * factor, list(leaves.values()))
-            grads, total = (
-                [g + f.double() / factor for g, f in zip(grads, found, strict=True)],
-                total + loss.item(),
-            )
+            grads = [g + f.double() / factor for g, f in zip(grads, found, strict=True)]
+            total += loss.item()
         losses.append(total)
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
         if math.isfinite(norm):
@@ -280,7 +351,7 @@ def _numbers(line):
 @core.exercise("precision.5", "encode and decode agree with a number line for 5 known and 8 invented formats")
 def codec(encode, decode):
     known = [precision.FORMATS[n] for n in ("e2m1", "e4m3", "e5m2", "fp16", "bf16")]
-    for e, f in [(random.randrange(2, 6), random.randrange(1, 7)) for _ in range(8)]:
+    for e, f in [(2 + i % 4, random.randrange(1, 7)) for i in range(8)]:
         known.append(precision.Format("an invented format", e, f, random.choice([0, 1, 2**f])))
     for fmt in known:
         line, half, edge = _line(fmt), 2 ** (fmt.bits - 1), 2**fmt.fraction
@@ -327,6 +398,10 @@ def _round_trip(to_fp8, from_fp8, x, what):
     numbers, finite = _tensor(q, torch.float8_e4m3fn, x.shape, f"q of {what}").float(), x.isfinite()
     exact, value = x.double().where(finite, 0.0), core.number(scale, f"scale of {what}")
     core.require(value > 0, f"scale of {what}: expected a number above 0, got {value:g}")
+    if isinstance(scale, torch.Tensor):
+        core.require(
+            scale.dtype == torch.float32, f"scale of {what}: expected float32, got {_short(scale.dtype)}"
+        )
     if exact.any():  # without a finite number other than zero, any positive scale will do
         want = max(float(exact.abs().max()) / 448, 2.0**-126)
         core.close(value, want, f"scale of {what}: max |x| / 448, at least 2^-126", rtol=1e-5, atol=0)
@@ -342,4 +417,6 @@ def _round_trip(to_fp8, from_fp8, x, what):
     nearest = abs(float(numbers.flatten()[at] - wanted[at])) <= gap[at]
     core.require(nearest, f"{what}: {off}, which is not the nearest fp8 number")
     back = _tensor(core.call(from_fp8, q, scale), torch.float32, x.shape, f"from_fp8 of {what}")
+    kept = back[~(back.isnan() | finite)].tolist()[:1]
+    core.require(not kept, f"from_fp8 of {what}: a NaN in q became {kept}; expected NaN")
     core.close(back.where(finite, 0.0), numbers * value, f"from_fp8 of {what}", rtol=1e-6, atol=1e-45)

@@ -68,6 +68,20 @@ class RoundsToBfloat16Always(Masters):
             p.copy_(m.bfloat16())
 
 
+class HidesAnOverflow(Masters):
+    def give(self):
+        super().give()
+        for m in self.master:
+            m.grad = m.grad if m.grad is None else m.grad.nan_to_num()
+
+
+class FreesTheGradients(Masters):
+    def back(self):
+        super().back()
+        for p in self.params:
+            p.grad = None
+
+
 class ByData(solutions.MasterWeights):
     def step(self):
         for p, m in zip(self.params, self.master, strict=True):
@@ -117,6 +131,15 @@ def the_same_random_numbers_again(x):
 
 def eight_random_bits(x):
     return _noisy(x, torch.randint(0, 2**8, x.shape, dtype=torch.int32) << 8)
+
+
+def each_random_number_and_its_opposite(x):
+    half = torch.randint(0, 2**16, ((x.numel() + 1) // 2,), dtype=torch.int32)
+    return _noisy(x, torch.cat([half, 2**16 - 1 - half])[: x.numel()].view(x.shape))
+
+
+def subnormals_become_zero(x):
+    return torch.where(x.abs() < 2.0**-126, 0.0, solutions.stochastic_round(x))
 
 
 def a_nan_of_other_bits_is_lost(x):
@@ -189,6 +212,26 @@ class NeverCountsAgain(solutions.Scaler):
             self.good = good
 
 
+class NotesByClass(solutions.Scaler):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        kind, bad = type(optimizer), self.bad.pop(id(optimizer))
+        self.bad[kind] = self.bad.get(kind, False) or bad
+
+    def step(self, optimizer):
+        if type(optimizer) not in self.bad:
+            self.unscale_(optimizer)
+        if not self.bad[type(optimizer)]:
+            optimizer.step()
+
+
+class BindsNewGradients(solutions.Scaler):
+    def unscale_(self, optimizer):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = None if p.grad is None else p.grad.clone()
+        super().unscale_(optimizer)
+
+
 class OfSets:
     def __init__(self, factor=2.0**16, growth=2.0, backoff=0.5, interval=2000):
         self.factor, self.rates, self.interval = torch.tensor(factor), (growth, backoff), interval
@@ -232,7 +275,8 @@ class Torchs(torch.amp.GradScaler):
 # --- precision.4: the loop -----------------------------------------------------------------
 
 
-def _loop(inside=True, backward_inside=False, clip="after", update_each=False, clear_first=True, divide=True):
+def _loop(inside=True, backward_inside=False, clip="after", update_each=False, clear_first=True, divide=True,
+          device=None, keep=torch.Tensor.detach):  # fmt: skip
     "The right answer with one part replaced."
 
     def run(net, opt, batches, dtype, scaler, accumulate=1, max_norm=1.0):
@@ -240,14 +284,14 @@ def _loop(inside=True, backward_inside=False, clip="after", update_each=False, c
         if clear_first:
             opt.zero_grad()
         for i, (x, y) in enumerate(batches, 1):
-            cast = torch.autocast(x.device.type, dtype=dtype, enabled=dtype != torch.float32)
+            cast = torch.autocast(device or x.device.type, dtype=dtype, enabled=dtype != torch.float32)
             with cast:
                 logits = net(x).flatten(0, -2)
             with cast if inside else torch.enable_grad():
                 loss = F.cross_entropy(logits, y.flatten()) / (accumulate if divide else 1)
             with cast if backward_inside else torch.enable_grad():
                 scaler.scale(loss).backward()
-            total = total + loss.detach()
+            total = total + keep(loss)
             if update_each:
                 scaler.update()
             if i % accumulate == 0:
@@ -265,6 +309,10 @@ def _loop(inside=True, backward_inside=False, clip="after", update_each=False, c
         return losses
 
     return run
+
+
+def all_batches_first(net, opt, batches, *rest):
+    return solutions.train_mixed(net, opt, list(batches), *rest)
 
 
 def in_groups(net, opt, batches, dtype, scaler, accumulate=1, max_norm=1.0):
@@ -396,6 +444,10 @@ def scale_may_vanish(x):
     return _to_fp8(x, floor=lambda s: s)
 
 
+def nan_comes_back_as_zero(q, scale):
+    return q.float().nan_to_num(0.0) * scale
+
+
 def comes_back_in_bfloat16(q, scale):
     return (q.to(torch.bfloat16) * scale).to(torch.bfloat16)
 
@@ -428,17 +480,21 @@ RIGHT = {
 }
 MUTANTS = {
     "precision.1": [BindsNewParameters, RoundsTheMasterToo, KeepsTheLastGradient, SkipsGradientsOfZero,
-                    RoundsToBfloat16Always],
+                    RoundsToBfloat16Always, HidesAnOverflow, FreesTheGradients],
     "precision.2": [rounds_to_nearest, a_coin_for_every_number, one_random_number_for_a_row,
-                    eight_random_bits, the_same_random_numbers_again, a_nan_of_other_bits_is_lost],
+                    eight_random_bits, the_same_random_numbers_again, a_nan_of_other_bits_is_lost,
+                    each_random_number_and_its_opposite, subnormals_become_zero],
     "precision.3": [LooksAtTheFirstGroup, AdaptsInStep, OneOptimizerStopsTheOther, UnscalesTwice, SeesTheNorm,
-                    NeverCountsAgain],
+                    NeverCountsAgain, NotesByClass, BindsNewGradients],
     "precision.4": [_loop(inside=False), _loop(backward_inside=True), _loop(clip="before"),
-                    _loop(divide=False), _loop(update_each=True), _loop(clear_first=False)],
+                    _loop(divide=False), _loop(update_each=True), _loop(clear_first=False),
+                    all_batches_first, _loop(device="cpu"),
+                    _loop(keep=lambda loss: torch.tensor(loss.item()))],
     "precision.5": [(rounds_halves_up, decode), (flushes_subnormals, decode), (goes_past_the_top, decode),
                     (through_float32, decode), (encode, subnormals_one_exponent_too_low),
                     (encode, keeps_the_highest_exponent_for_infinity)],
     "precision.6": [(largest_without_its_sign, from_fp8), (scale_at_least_1e_12, from_fp8),
                     (odd_numbers_become_zero, from_fp8), (through_the_other_format, from_fp8),
-                    (scale_may_vanish, from_fp8), (to_fp8, comes_back_in_bfloat16)],
+                    (scale_may_vanish, from_fp8), (to_fp8, comes_back_in_bfloat16),
+                    (to_fp8, nan_comes_back_as_zero)],
 }  # fmt: skip
