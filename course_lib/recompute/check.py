@@ -190,6 +190,27 @@ def _two(net, x, context_fn=None):
     return counter.get_total_flops(), held
 
 
+def _fitting(calls, budget):
+    "(the subsets of calls within budget, the fewest FLOPs that they leave), by brute force."
+    subsets = (k for n in range(len(calls) + 1) for k in itertools.combinations(range(len(calls)), n))
+    fits = [k for k in subsets if sum(calls[i][1] for i in k) <= budget]
+    return fits, sum(f for *_, f in calls) - max(sum(calls[i][2] for i in k) for k in fits)
+
+
+def _tempting(calls):
+    "A budget at which it isn't best to take the most FLOPs a byte first, where there is one."
+    sums = [
+        sum(random.sample([s for _, s, _ in calls], n)) for n in range(1, len(calls) + 1) for _ in range(3)
+    ]
+    for budget in random.sample([b - odd for b in sums for odd in (0, 1)], 2 * len(sums)):
+        left, again = budget, sum(f for *_, f in calls)
+        for _, size, flops in sorted(calls, key=lambda c: -c[2] / c[1]):
+            left, again = (left - size, again - flops) if size <= left else (left, again)
+        if again != _fitting(calls, budget)[1]:
+            break
+    return budget
+
+
 def _alike(context_fn, calls):
     "Ask the policy in a first and a second run, as torch up to 2.11 does."
     policy = context_fn()[0].policy_fn
@@ -205,15 +226,12 @@ def _alike(context_fn, calls):
 def selective(answer):
     core.need_callable(answer)
     for case in range(24):
-        net = _Products(core.ragged(2, 12, 1)[0], random.choices(["bmm", "mm"], k=random.randrange(2, 4)))
+        net = _Products(core.ragged(2, 12, 1)[0], random.choices(["bmm", "mm"], k=random.randrange(2, 5)))
         x = torch.randn(*core.ragged(2, 12, 2), net.maps[0].in_features, requires_grad=True)
         calls = recompute.calls_again(net, x)
         sizes, numbers = [size for _, size, _ in calls], range(len(calls))
-        some = sum(random.sample(sizes, random.randrange(1, len(sizes) + 1)))
-        budget = (some, some - 1, sum(sizes), 0)[case % 4]
-        subsets = (k for n in range(len(calls) + 1) for k in itertools.combinations(numbers, n))
-        fits = [k for k in subsets if sum(sizes[i] for i in k) <= budget]
-        fewest = min(sum(calls[i][2] for i in numbers if i not in k) for k in fits)
+        budget = (_tempting(calls), _tempting(calls), sum(sizes), 0)[case % 4]
+        fits, fewest = _fitting(calls, budget)
         context_fn = core.call(answer, calls, budget)
         core.need_callable(context_fn, "a context_fn from selective(calls, budget)")
         plain, _ = _two(net, x)
