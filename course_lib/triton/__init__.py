@@ -8,7 +8,7 @@ import torch
 
 from course_lib import recorded, show
 
-# Shapes (M, N, K) of the comparison with cuBLAS; rows of the ragged ones are not aligned to 16 bytes.
+# Shapes (M, N, K) of the comparison with cuBLAS; sizes of the ragged ones are no multiples of 16.
 ALIGNED = [
     (8192, 8192, 8192),
     (4096, 4096, 4096),

@@ -68,6 +68,20 @@ class EpsOfItsOwn(solutions.RMSNorm):
         return y
 
 
+class OfTheClass(solutions.RMSNorm):
+    "Wrong: two layers get each other's tensors."
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        y, rstd = solutions.run_rmsnorm(x, w, eps)
+        OfTheClass.saved = x, w, rstd
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *solutions.run_rmsnorm_backward(dy, *OfTheClass.saved), None
+
+
 class AttributesOfCtx(torch.autograd.Function):
     "Right: tensors as attributes of ctx, and dw summed in fp64."
 
@@ -87,7 +101,8 @@ class AttributesOfCtx(torch.autograd.Function):
 ROWS = "tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES)"
 EACH = "tl.cdiv(tl.cdiv(rows, ROWS), tl.num_programs(0))"
 A_RUN = f"""tl.range(
-        tl.program_id(0) * {EACH}, tl.minimum(tl.cdiv(rows, ROWS), (tl.program_id(0) + 1) * {EACH})
+        tl.program_id(0) * {EACH}, tl.minimum(tl.cdiv(rows, ROWS), (tl.program_id(0) + 1) * {EACH}),
+        num_stages=STAGES
     )"""
 SUM5 = 'acc = tl.dot(a, b, acc, input_precision="ieee")'
 LAST4 = "dw_ptr + tl.program_id(0) * dw_stride + at"
@@ -175,12 +190,14 @@ MUTANTS = {
         changed("triton.1", ("at < n", "at < n // BLOCK * BLOCK")),
         changed("triton.1", ("tl.program_id(0) * BLOCK", "tl.program_id(0) * 64")),
         changed("triton.1", ("tl.program_id(0) * BLOCK + ", "")),
+        changed("triton.1", ("tl.program_id(0) * BLOCK + ", "tl.program_id(0) + tl.num_programs(0) * ")),
         changed("triton.1", ("x_ptr + at, mask", "x_ptr + at, other=ZERO, mask"), head="ZERO = 0.0\n"),
     ],
     "triton.2": [
         changed("triton.2", (', other=-float("inf")', "")),
         changed("triton.2", (" - tl.max(x, axis=0)", "")),
         changed("triton.2", ("tl.sum(e, axis=0)", "(tl.sum(e, axis=0) + 1e-6)")),
+        changed("triton.2", ("e / tl.sum(e, axis=0)", "tl.exp(x - (tl.max(x, 0) + tl.log(tl.sum(e, 0))))")),
         changed("triton.2", ("row * out_stride", "row * n_cols")),
         changed("triton.2", ("tl.exp(x - tl.max(x, axis=0))", "shifted(x)"),
                 head="def shifted(x):\n    return tl.exp(x - tl.max(x, 0))\n\n\n"),
@@ -197,13 +214,18 @@ MUTANTS = {
         backward(("(row < rows) & (cols < n_cols)", "cols < n_cols")),
         backward(("tl.sum(g * hat, axis=1)", "tl.sum(dy * hat, axis=1)")),
         backward(("mask=at < n_cols", "mask=(at < n_cols) & (tl.program_id(0) * ROWS < rows)")),
+        backward((", num_stages=STAGES", "")),
+        backward(("tl.program_id(0), tl.cdiv", "0 if tl.program_id(0) == 0 else rows, tl.cdiv"),
+                 ("tl.num_programs(0), num_stages", "num_stages")),
         (solutions.rmsnorm_backward_kernel, DyAsItComes),
+        (solutions.rmsnorm_backward_kernel, OfTheClass),
         (solutions.rmsnorm_backward_kernel, EpsOfItsOwn),
     ],
     "triton.5": [
         changed("triton.5", ("(k[:, None] < K - start) & (n[None, :] < N)", "n[None, :] < N"),
                 ("(m[:, None] < M) & (k[None, :] < K - start)", "m[:, None] < M")),
         changed("triton.5", (', input_precision="ieee"', "")),
+        changed("triton.5", ("range(0, K, BLOCK_K)", "range(0, K + BLOCK_K, BLOCK_K)")),
         changed("triton.5", (SUM5, "acc = (acc + tl.dot(a, b)).to(a_ptr.dtype.element_ty).to(tl.float32)")),
         changed("triton.5", ("k[None, :] * a_col", "k[None, :]")),
         changed("triton.5", ("a_at += BLOCK_K * a_col", "a_at += BLOCK_K")),
@@ -216,5 +238,8 @@ MUTANTS = {
         changed("triton.7", ("tl.where(target < 0, 0.0, tl.load(scale_ptr))", "tl.load(scale_ptr)")),
         changed("triton.7", ("target < 0", "target == -100")),
         changed("triton.7", ("p), mask=mask", "p)")),
+        changed("triton.7", ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)")),
+        changed("triton.7",
+                ("tl.exp(x - lse)", "tl.exp(x - lse).to(logits_ptr.dtype.element_ty).to(tl.float32)")),
     ],
 }  # fmt: skip
