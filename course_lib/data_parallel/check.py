@@ -180,8 +180,10 @@ def _traffic(group, rank, step, model, kind, ranks, what):
     said = f"{what}: rank {rank} hands {sent} bytes to collectives in a step; expected {total} for its"
     said += f" {len(trained)} gradients, tied ones once, and a flag for each of 16 bytes at the most"
     core.require(total <= sent <= total + 16 * len(trained), said)
+    over = [e.what for e in events].index("backward over")
+    said = f"{what}: rank {rank} waits before backward is over; launch with async_op=True, wait in finish()"
+    core.require("wait" not in [e.what for e in events[:over]], said)
     if kind is inputs.Plain and ranks > 1:  # where every gradient comes, nothing is left to finish()
-        over = [e.what for e in events].index("backward over")
         early = sum(e.nbytes for e in events[:over] if e.what == "all_reduce")
         said = f"{what}: when backward returns, {early} of {total} bytes of gradients are on their way"
         core.require(early >= total, f"{said}; launch the all-reduces in hooks, as the gradients come")
@@ -232,8 +234,6 @@ def _buckets(events, model, limit, where):
     core.require(got[: len(want)] == want, said)
     names = [e.what for e in events]
     over = names.index("backward over")
-    said = f"{where}: a wait before backward is over; launch with async_op=True, and wait in finish()"
-    core.require("wait" not in names[:over], said)
     arrived, launches = [], []
     for i, name in enumerate(names):
         if name.startswith("gradient of "):
@@ -275,11 +275,12 @@ def _one_accumulation(answer, model, held, ranks):
     for p in (p for m in replicas for p in (m.embed.weight, m.out.bias)):
         p.grad = torch.randn_like(p)  # of an earlier step
     given = [core.clone(h) for h in held]
-    group, _ = inputs.run(ranks, lambda d: answer(replicas[d.rank], given[d.rank], d), "accumulate")
-    held_text = " + ".join(str(len(h)) for h in held)
+    what = f"{' + '.join(str(len(h)) for h in held)} microbatches on {ranks} rank{'s' * (ranks > 1)}"
+    body = lambda d: answer(replicas[d.rank], given[d.rank], d)  # noqa: E731
+    group, _ = inputs.run(ranks, body, f"{what}: accumulate")
     for r, replica in enumerate(replicas):
         for (name, p), s in zip(replica.named_parameters(), start, strict=True):
-            where = f"{held_text} microbatches on {ranks} ranks: gradient of {name} on rank {r}"
+            where = f"{what}: gradient of {name} on rank {r}"
             core.require(torch.equal(p, s), f"{where}: the weights have changed; the caller makes the step")
             if want[name] is None:
                 why = "no rank used it" if p.requires_grad else "it is frozen"
@@ -346,7 +347,7 @@ def _stop_and_go(save, resume, ranks, paths):
     def first(dist):
         model, opt = _trainer(0, widths, rate)
         fresh = resume(paths[0], model, opt, dist)
-        core.require(type(fresh) is int and fresh == 0, f"resume without a file: expected 0, got {fresh!r}")
+        core.equal(fresh, 0, "steps done, from resume without a file")
         dist.barrier()
         _train(model, opt, xs[:1])
         for _ in range(8):  # ranks run in another order each time
@@ -358,7 +359,7 @@ def _stop_and_go(save, resume, ranks, paths):
         _train(model, opt, xs[1:done])
         save(paths[dist.rank], done, model, opt, dist)
 
-    inputs.run(ranks, first, "save")
+    inputs.run(ranks, first, "save, or resume without a file,")
     for r, p in enumerate(paths):
         found = sorted(f.name for f in pathlib.Path(p).parent.iterdir())
         core.equal(found, ["run.pt"] if r == 0 else [], f"files that rank {r} of {ranks} left in its folder")

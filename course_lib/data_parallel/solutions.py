@@ -89,9 +89,7 @@ class BucketedDataParallel:
         if p in self.arrived:
             raise RuntimeError("a second backward pass: call finish() first")
         self.arrived.add(p)
-        while len(self.launched) < len(self.buckets) and self.arrived.issuperset(
-            self.buckets[len(self.launched)]
-        ):
+        while len(self.launched) < len(self.buckets) and self.arrived.issuperset(self.buckets[len(self.launched)]):
             self.launch(self.buckets[len(self.launched)])
 
     def launch(self, bucket):
