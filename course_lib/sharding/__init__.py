@@ -100,7 +100,7 @@ def own_part(tensors, comm):
     return parts_of(torch.cat([t.detach().flatten() for t in tensors]), comm.size)[comm.rank]
 
 
-def explore_zero(billions=8.0, ranks=8, memory=140):
+def explore_zero(billions=8.0, ranks=8, memory=141):
     """The explorer's data: gigabytes that each rank keeps under each stage, and whether they fit.
 
     2 bytes a parameter for bf16 weights, 2 for gradients, 12 for the fp32 weights and Adam's two moments.

@@ -5,7 +5,6 @@ import torch
 
 def rank_bytes(model, stage, rank, ranks):
     "Bytes of (weights, gradients, Adam's state) that a rank keeps under ZeRO's stage 0 to 3."
-
     def piece(p):
         rows = -(-p.shape[0] // ranks)
         mine = max(0, min(rows, p.shape[0] - rank * rows))
@@ -44,10 +43,12 @@ class ShardedAdam:
         b1, b2 = self.betas
         self.m.lerp_(grad, 1 - b1)
         self.v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
-        m, v = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
         weights, at = row(self.params), 0
-        mine = weights[self.comm.rank * self.n :][: self.n] - self.lr * m / (v.sqrt() + self.eps)
-        self.comm.all_gather_into_tensor(weights, mine)
+        mine = weights[self.comm.rank * self.n :][: self.n]
+        root = (self.v / (1 - b2**self.t)).sqrt_().add_(self.eps)
+        mine.addcdiv_(self.m, root, value=-self.lr / (1 - b1**self.t))
+        del root
+        self.comm.all_gather_into_tensor(weights, mine.clone())
         for p in self.params:
             p.copy_(weights[at : at + p.numel()].view_as(p))
             at += p.numel()
@@ -82,7 +83,6 @@ class GatherComputeFree(torch.autograd.Function):
 
 def prefetched(x, parts, layer, comm):
     "The layers in order; the next weight is gathered while a layer computes."
-
     def begin(i):
         if i == len(parts):
             return None, None

@@ -1,0 +1,763 @@
+"Answers to the exercises of sharding: the course's, right ones of another style, and wrong ones."
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course_lib.sharding import solutions
+
+REFERENCE = {n: getattr(solutions, names[0]) for n, names in solutions.EXERCISES.items()}
+
+
+# --- sharding.1: what a rank keeps ------------------------------------------------------------
+
+
+def by_chunk(model, stage, rank, ranks):
+    "Right: PyTorch's chunk on meta tensors."
+
+    def piece(p, cut):
+        found = torch.empty_like(p, device="meta").chunk(ranks if cut else 1, 0)
+        return found[rank if cut else 0].nbytes if not cut or rank < len(found) else 0
+
+    params = list(model.parameters())
+    trained = [p for p in params if p.requires_grad]
+    return (
+        sum(piece(p, stage == 3) for p in params),
+        sum(piece(p, stage in (2, 3)) for p in trained),
+        2 * sum(piece(p, stage != 0) for p in trained),
+    )
+
+
+def by_ranges(model, stage, rank, ranks):
+    "Right: rows by range, a loop."
+    total = [0, 0, 0]
+    for p in model.parameters():
+        rows = math.ceil(p.shape[0] / ranks)
+        mine = len(range(p.shape[0])[rank * rows : (rank + 1) * rows])
+        row = p[0].numel() * p.element_size()
+        for k, first in enumerate((3, 2, 1)):
+            if k == 0 or p.requires_grad:
+                total[k] += row * (mine if stage >= first else p.shape[0]) * (2 if k == 2 else 1)
+    return total
+
+
+def _bytes(model, stage, rank, ranks, piece=None, params=None, trained=lambda p: p.requires_grad, moments=2):
+    def chunk(p):
+        rows = -(-p.shape[0] // ranks)
+        return max(0, min(rows, p.shape[0] - rank * rows)) * (p.nbytes // p.shape[0])
+
+    piece, params = piece or chunk, params or list(model.parameters())
+    w = sum(piece(p) if stage >= 3 else p.nbytes for p in params)
+    g = sum(piece(p) if stage >= 2 else p.nbytes for p in params if trained(p))
+    s = sum(piece(p) if stage >= 1 else p.nbytes for p in params if trained(p))
+    return w, g, moments * s
+
+
+def spreads_the_remainder(model, stage, rank, ranks):
+    def piece(p):
+        return torch.empty(p.shape, dtype=p.dtype, device="meta").tensor_split(ranks)[rank].nbytes
+
+    return _bytes(model, stage, rank, ranks, piece)
+
+
+def divides_evenly(model, stage, rank, ranks):
+    return _bytes(model, stage, rank, ranks, lambda p: -(-p.nbytes // ranks))
+
+
+def no_rank_is_empty(model, stage, rank, ranks):
+    def piece(p):
+        rows = -(-p.shape[0] // ranks)
+        return (rows if rank < ranks - 1 else p.shape[0] - rows * (ranks - 1)) * (p.nbytes // p.shape[0])
+
+    return _bytes(model, stage, rank, ranks, piece)
+
+
+def four_bytes_a_number(model, stage, rank, ranks):
+    params = [torch.empty(p.shape, device="meta", requires_grad=p.requires_grad) for p in model.parameters()]
+    return _bytes(model, stage, rank, ranks, params=params)
+
+
+def trains_the_frozen(model, stage, rank, ranks):
+    return _bytes(model, stage, rank, ranks, trained=lambda p: True)
+
+
+def tied_twice(model, stage, rank, ranks):
+    params = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    return _bytes(model, stage, rank, ranks, params=params)
+
+
+def one_moment(model, stage, rank, ranks):
+    return _bytes(model, stage, rank, ranks, moments=1)
+
+
+def stage_2_cuts_weights(model, stage, rank, ranks):
+    w, g, s = _bytes(model, stage, rank, ranks)
+    return (
+        (_bytes(model, 3, rank, ranks)[0], _bytes(model, 1, rank, ranks)[1], s) if stage == 2 else (w, g, s)
+    )
+
+
+# --- sharding.2: Adam with its state in shards ------------------------------------------------
+
+
+class AdamInside:
+    "Right: torch's own Adam on this rank's part of the row."
+
+    def __init__(self, params, comm, lr, betas, eps):
+        self.params, self.comm, self.t = list(params), comm, 0
+        self.numbers = sum(p.numel() for p in self.params)
+        self.n = math.ceil(self.numbers / comm.size)
+        self.part = nn.Parameter(self._row(self.params)[comm.rank].clone())
+        self.adam = torch.optim.Adam([self.part], lr, betas, eps, foreach=False)
+
+    m = property(lambda self: self.adam.state[self.part]["exp_avg"])
+    v = property(lambda self: self.adam.state[self.part]["exp_avg_sq"])
+
+    def _row(self, tensors):
+        row = torch.cat([t.detach().reshape(-1) for t in tensors])
+        return F.pad(row, (0, self.n * self.comm.size - len(row))).view(self.comm.size, self.n)
+
+    def step(self):
+        self.t += 1
+        self.part.grad = torch.empty_like(self.part)
+        full = self._row(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)
+        self.comm.reduce_scatter_tensor(self.part.grad, full.flatten())
+        self.part.grad /= self.comm.size
+        self.adam.step()
+        self.part.grad = None
+        full = full.flatten()
+        self.comm.all_gather_into_tensor(full, self.part)
+        with torch.no_grad():
+            sizes = [p.numel() for p in self.params]
+            for p, new in zip(self.params, full[: self.numbers].split(sizes), strict=True):
+                p.copy_(new.view(p.shape))
+
+
+class Scaled(solutions.ShardedAdam):
+    "Right: the mean before the sum, lists and torch.split, plain arithmetic."
+
+    @torch.no_grad()
+    def step(self):
+        n, size, like = self.n, self.comm.size, self.params[0]
+        rows = []
+        for tensors in ([p.grad for p in self.params], self.params):
+            flat = [
+                like.new_zeros(p.numel()) if t is None else t.reshape(-1)
+                for p, t in zip(self.params, tensors, strict=True)
+            ]
+            rows.append(torch.cat([*flat, like.new_zeros(n * size - sum(map(len, flat)))]))
+        grad = torch.empty_like(self.m)
+        self.comm.reduce_scatter_tensor(grad, rows[0] / size)
+        self.t = self.t + 1
+        self.m = self.betas[0] * self.m + (1 - self.betas[0]) * grad
+        self.v = self.betas[1] * self.v + (1 - self.betas[1]) * grad * grad
+        m, v = (x / (1 - b**self.t) for x, b in zip((self.m, self.v), self.betas, strict=True))
+        mine = rows[1].view(size, n)[self.comm.rank] - self.lr * m / (torch.sqrt(v) + self.eps)
+        out = torch.empty_like(rows[1])
+        self.comm.all_gather_into_tensor(out, mine)
+        for p, new in zip(self.params, out.split([p.numel() for p in self.params] + [n * size - sum(
+            p.numel() for p in self.params)])[: len(self.params)], strict=True):  # fmt: skip
+            p.data = new.reshape(p.shape).clone()
+
+
+class _Steps:
+    "A step in parts that the wrong answers change."
+
+    def __init__(self, params, comm, lr, betas, eps):
+        self.params, self.comm, self.lr, self.betas, self.eps, self.t = list(params), comm, lr, betas, eps, 0
+        self.n = -(-sum(p.numel() for p in self.params) // comm.size)
+        self.m, self.v = (self.params[0].detach().new_zeros(self.n) for _ in range(2))
+
+    def row(self, tensors):
+        flat = [
+            (torch.zeros_like(p) if t is None else t).flatten()
+            for p, t in zip(self.params, tensors, strict=True)
+        ]
+        flat = torch.cat(flat).detach()
+        return F.pad(flat, (0, self.n * self.comm.size - len(flat)))
+
+    def own(self, row):
+        return row[self.comm.rank * self.n :][: self.n].clone()
+
+    def grads(self):
+        return self.row([p.grad for p in self.params])
+
+    def mean(self):
+        grad = torch.empty_like(self.m)
+        self.comm.reduce_scatter_tensor(grad, self.grads())
+        return grad / self.comm.size
+
+    def square(self, grad):
+        return grad**2
+
+    def corrections(self):
+        return [1 - b**self.t for b in self.betas]
+
+    def root(self, v):
+        return v.sqrt() + self.eps
+
+    def gather(self, row, mine):
+        self.comm.all_gather_into_tensor(row, mine)
+
+    def spread(self, row):
+        at = 0
+        for p in self.params:
+            p.copy_(row[at : at + p.numel()].view_as(p))
+            at += p.numel()
+
+    @torch.no_grad()
+    def step(self):
+        grad = self.mean()
+        self.t += 1
+        self.m.lerp_(grad, 1 - self.betas[0])
+        self.v.lerp_(self.square(grad), 1 - self.betas[1])
+        (c1, c2), row = self.corrections(), self.row(self.params)
+        mine = self.own(row) - self.lr * self.m / c1 / self.root(self.v / c2)
+        self.gather(row, mine)
+        self.spread(row)
+
+
+def _adam(name, **changed):
+    return type(name, (_Steps,), changed)
+
+
+def _squares(self, grad):
+    square = torch.empty_like(self.m)
+    self.comm.reduce_scatter_tensor(square, self.grads() ** 2)
+    return square / self.comm.size
+
+
+def _all_reduced(self):
+    row = self.grads()
+    self.comm.all_reduce(row)
+    return self.own(row) / self.comm.size
+
+
+def _own_part_only(self, row, mine):
+    row[self.comm.rank * self.n :][: self.n] = mine
+
+
+class keeps_full_rows(_Steps):
+    def spread(self, row):
+        super().spread(row)
+        self.master, self.last = row, self.grads()
+
+
+class drops_the_remainder(_Steps):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.n = sum(p.numel() for p in self.params) // self.comm.size
+        self.m, self.v = (self.params[0].detach().new_zeros(self.n) for _ in range(2))
+
+    def row(self, tensors):
+        flat = torch.cat([t.flatten() for t in tensors]).detach()
+        self.rest = flat[self.n * self.comm.size :].clone()
+        return flat[: self.n * self.comm.size].clone()
+
+    def spread(self, row):
+        super().spread(torch.cat([row, self.rest]))
+
+
+class the_whole_state:
+    def __init__(self, params, comm, lr, betas, eps):
+        self.params, self.comm, self.t = list(params), comm, 0
+        self.adam = torch.optim.Adam(self.params, lr, betas, eps, foreach=False)
+
+    def step(self):
+        for p in self.params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self.comm.all_reduce(p.grad)
+            p.grad /= self.comm.size
+        self.t += 1
+        self.adam.step()
+
+
+class skips_none(_Steps):
+    def row(self, tensors):
+        flat = torch.cat([t.flatten() for t in tensors if t is not None]).detach()
+        return F.pad(flat, (0, self.n * self.comm.size - len(flat)))
+
+
+class state_in_float32(_Steps):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.m, self.v = torch.zeros(self.n), torch.zeros(self.n)
+
+
+# --- sharding.3: gather, compute, free --------------------------------------------------------
+
+
+def _gather(part, shape, comm):
+    full = part.new_empty(len(part) * comm.size)
+    comm.all_gather_into_tensor(full, part)
+    return full[: math.prod(shape)].view(shape)
+
+
+class _Layer(torch.autograd.Function):
+    "The reference in parts that the wrong answers change."
+
+    @staticmethod
+    def forward(ctx, x, part, shape, comm):
+        ctx.save_for_backward(x, part)
+        ctx.shape, ctx.comm = shape, comm
+        return x @ _gather(part, shape, comm).T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, part = ctx.saved_tensors
+        return _back(ctx, grad, x, part, _gather(part, ctx.shape, ctx.comm))
+
+
+def _back(ctx, grad, x, part, w, finish=None):
+    grad_x = grad @ w
+    del w
+    padded = part.new_zeros(len(part) * ctx.comm.size)
+    padded[: math.prod(ctx.shape)] = (grad.T @ x).flatten()
+    out = torch.empty_like(part)
+    ctx.comm.reduce_scatter_tensor(out, padded)
+    return grad_x, out / ctx.comm.size if finish is None else finish(out, ctx.comm.size), None, None
+
+
+def _layer(forward=None, backward=None):
+    changed = {"forward": forward, "backward": backward}
+    return type("Layer", (_Layer,), {k: staticmethod(f) for k, f in changed.items() if f})
+
+
+class Einsum(torch.autograd.Function):
+    "Right: einsum, F.pad, everything on ctx."
+
+    @staticmethod
+    def forward(ctx, x, part, shape, comm):
+        ctx.kept = x.detach(), part.detach(), tuple(shape), comm
+        full = torch.empty(part.numel() * comm.size, dtype=part.dtype, device=part.device)
+        comm.all_gather_into_tensor(full, part.detach())
+        return torch.einsum("ni,oi->no", x, full[: shape[0] * shape[1]].reshape(shape))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, part, shape, comm = ctx.kept
+        full = torch.empty(part.numel() * comm.size, dtype=part.dtype, device=part.device)
+        comm.all_gather_into_tensor(full, part)
+        gx = torch.einsum("no,oi->ni", grad, full[: shape[0] * shape[1]].reshape(shape))
+        full[: shape[0] * shape[1]] = torch.einsum("no,ni->oi", grad / comm.size, x).flatten()
+        full[shape[0] * shape[1] :] = 0
+        gp = torch.empty_like(part)
+        comm.reduce_scatter_tensor(gp, full)
+        return gx, gp, None, None
+
+
+class Linear(torch.autograd.Function):
+    "Right: F.linear; the gradient into the memory of the weight."
+
+    @staticmethod
+    def forward(ctx, x, part, shape, comm):
+        ctx.save_for_backward(x, part)
+        ctx.args = shape, comm
+        return F.linear(x, _gather(part, shape, comm))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, part), (shape, comm) = ctx.saved_tensors, ctx.args
+        grad_x = F.linear(grad, _gather(part, shape, comm).T)
+        flat = (grad.mT @ x).reshape(-1)
+        flat = F.pad(flat, (0, len(part) * comm.size - len(flat)))
+        out = torch.zeros_like(part)
+        comm.reduce_scatter_tensor(out, flat)
+        return grad_x, out.div_(comm.size), None, None
+
+
+def _keeps(kept):
+    def forward(ctx, x, part, shape, comm):
+        w = _gather(part, shape, comm)
+        ctx.save_for_backward(x, part)
+        ctx.shape, ctx.comm, ctx.w = shape, comm, kept(w)
+        return x @ w.T
+
+    def backward(ctx, grad):
+        x, part = ctx.saved_tensors
+        return _back(ctx, grad, x, part, ctx.w.to(x.dtype))
+
+    return _layer(forward, backward)
+
+
+_cache = {}
+
+
+def _cached_forward(ctx, x, part, shape, comm):
+    w = _cache[comm.rank, tuple(shape)] = _gather(part, shape, comm)
+    ctx.save_for_backward(x, part)
+    ctx.shape, ctx.comm = shape, comm
+    return x @ w.T
+
+
+def _cached_backward(ctx, grad):
+    x, part = ctx.saved_tensors
+    return _back(ctx, grad, x, part, _cache[ctx.comm.rank, tuple(ctx.shape)])
+
+
+def _finish(finish):
+    def backward(ctx, grad):
+        x, part = ctx.saved_tensors
+        return _back(ctx, grad, x, part, _gather(part, ctx.shape, ctx.comm), finish)
+
+    return _layer(None, backward)
+
+
+def _full_gradient(reduce):
+    def backward(ctx, grad):
+        (x, part), comm = ctx.saved_tensors, ctx.comm
+        grad_x = grad @ _gather(part, ctx.shape, comm)
+        full = part.new_zeros(len(part) * comm.size)
+        full[: math.prod(ctx.shape)] = (grad.T @ x).flatten()
+        if reduce:
+            comm.all_reduce(full)
+        return grad_x, full[comm.rank * len(part) :][: len(part)] / (comm.size if reduce else 1), None, None
+
+    return _layer(None, backward)
+
+
+def _three_at_once(ctx, grad):
+    (x, part), comm = ctx.saved_tensors, ctx.comm
+    w = _gather(part, ctx.shape, comm)
+    full = grad.T @ x
+    padded = F.pad(full.flatten(), (0, len(part) * comm.size - full.numel()))
+    out = torch.empty_like(part)
+    comm.reduce_scatter_tensor(out, padded)
+    return grad @ w, out / comm.size, None, None
+
+
+def _joined(ctx, x, part, shape, comm):
+    full = part.new_empty(len(part) * comm.size)
+    comm.all_gather_into_tensor(full, part)
+    w = torch.cat(full.split(len(part)))[: math.prod(shape)].view(shape)
+    ctx.save_for_backward(x, part)
+    ctx.shape, ctx.comm = shape, comm
+    return x @ w.T
+
+
+def _no_grad_x(ctx, grad):
+    _, *rest = _Layer.backward(ctx, grad)
+    return torch.zeros_like(ctx.saved_tensors[0]), *rest
+
+
+def _turned(ctx, x, part, shape, comm):
+    ctx.save_for_backward(x, part)
+    ctx.shape, ctx.comm = shape, comm
+    return x @ _gather(part, (shape[1], shape[0]), comm)
+
+
+def _whole_rows(ctx, x, part, shape, comm):
+    ctx.save_for_backward(x, part)
+    ctx.shape, ctx.comm = shape, comm
+    w = _gather(part, shape, comm)
+    w[shape[0] // comm.size * comm.size :] = 0
+    return x @ w.T
+
+
+def _on_the_default_device(ctx, x, part, shape, comm):
+    ctx.save_for_backward(x, part)
+    ctx.shape, ctx.comm = shape, comm
+    full = torch.empty(len(part) * comm.size, dtype=part.dtype)
+    comm.all_gather_into_tensor(full, part)
+    return x @ full[: math.prod(shape)].view(shape).T
+
+
+# --- sharding.4: prefetch ---------------------------------------------------------------------
+
+
+def two_buffers(x, parts, layer, comm):
+    "Right: two buffers by turns, views of them."
+    longest = max(map(len, parts), default=0) * comm.size
+    buffers = [torch.empty(longest) for _ in range(2)]
+    works = []
+    for i in range(len(parts) + 1):
+        if i < len(parts):
+            view = buffers[i % 2][: len(parts[i]) * comm.size]
+            works.append((view, comm.all_gather_into_tensor(view, parts[i], async_op=True)))
+        if i:
+            x = layer(i - 1, x, works[i - 1][0])
+        if i < len(parts):
+            works[i][1].wait()
+    return x
+
+
+def generator(x, parts, layer, comm):
+    "Right: a generator that is one gather ahead."
+
+    def gathered():
+        ahead = None
+        for part in parts:
+            full = torch.zeros(part.numel() * comm.size, dtype=part.dtype)
+            work = comm.all_gather_into_tensor(full, part, async_op=True)
+            if ahead is not None:
+                yield ahead.pop()
+            work.wait()
+            ahead, full = [full], None
+        if ahead is not None:
+            yield ahead.pop()
+
+    i = 0  # enumerate would keep the weight of the last round alive
+    for full in gathered():
+        x, i = layer(i, x, full), i + 1
+        del full
+    return x
+
+
+def _begin(part, comm):
+    full = part.new_empty(len(part) * comm.size)
+    return full, comm.all_gather_into_tensor(full, part, async_op=True)
+
+
+def waits_for_each(x, parts, layer, comm):
+    for i, part in enumerate(parts):
+        full, work = _begin(part, comm)
+        work.wait()
+        x = layer(i, x, full)
+        del full
+    return x
+
+
+def begins_after_the_layer(x, parts, layer, comm):
+    following = _begin(parts[0], comm) if parts else None
+    for i in range(len(parts)):
+        full, work = following
+        work.wait()
+        x = layer(i, x, full)
+        del full
+        following = _begin(parts[i + 1], comm) if i + 1 < len(parts) else None
+    return x
+
+
+def waits_before_the_layer(x, parts, layer, comm):
+    following = _begin(parts[0], comm) if parts else None
+    for i in range(len(parts)):
+        full, work = following
+        work.wait()
+        following = _begin(parts[i + 1], comm) if i + 1 < len(parts) else None
+        if following:
+            following[1].wait()
+        x = layer(i, x, full)
+        del full
+    return x
+
+
+def gathers_all_at_once(x, parts, layer, comm):
+    found = [_begin(part, comm) for part in parts]
+    for i, (full, work) in enumerate(found):
+        work.wait()
+        x = layer(i, x, full)
+    return x
+
+
+def two_ahead(x, parts, layer, comm):
+    waiting = [_begin(part, comm) for part in parts[:2]]
+    for i in range(len(parts)):
+        full, work = waiting.pop(0)
+        work.wait()
+        if i + 2 < len(parts):
+            waiting.append(_begin(parts[i + 2], comm))
+        x = layer(i, x, full)
+        del full
+    return x
+
+
+def round_again(x, parts, layer, comm):
+    following = _begin(parts[0], comm) if parts else None
+    for i in range(len(parts)):
+        full, work = following
+        work.wait()
+        following = _begin(parts[(i + 1) % len(parts)], comm)
+        x = layer(i, x, full)
+        del full
+    if following:
+        following[1].wait()
+    return x
+
+
+def never_waits(x, parts, layer, comm):
+    works = []
+    for i, part in enumerate(parts):
+        full, work = _begin(part, comm)
+        works.append(work)
+        x = layer(i, x, full)
+    for work in works:
+        work.wait()
+    return x
+
+
+def not_the_last(x, parts, layer, comm):
+    return solutions.prefetched(x, parts[:-1], layer, comm)
+
+
+# --- sharding.5: a checkpoint -----------------------------------------------------------------
+
+
+def by_number(folder, rank, size):
+    "Right: number by number, files as they are needed."
+    info, files = torch.load(folder / "info.pt"), {}
+    old, new = (math.ceil(info["numbers"] / n) for n in (info["ranks"], size))
+    found = {name: torch.zeros(new, dtype=kind) for name, kind in info["dtypes"].items()}
+    for i in range(rank * new, min(info["numbers"], rank * new + new)):
+        r = i // old
+        if r not in files:
+            files[r] = torch.load(folder / f"{r}.pt")
+        for name, row in found.items():
+            row[i - rank * new] = files[r][name][i % old]
+    return found
+
+
+def joined(folder, rank, size):
+    "Right: the needed files joined, then cut and padded."
+    info = torch.load(str(folder / "info.pt"))
+    total, old, new = info["numbers"], -(-info["numbers"] // info["ranks"]), -(-info["numbers"] // size)
+    needed = sorted({i // old for i in range(rank * new, min(total, (rank + 1) * new))})
+    files = [torch.load(folder / f"{r}.pt", mmap=True) for r in needed]
+    out = {}
+    for name, kind in info["dtypes"].items():
+        row = torch.cat([f[name] for f in files]) if files else torch.zeros(0, dtype=kind)
+        row = row[rank * new - needed[0] * old :][:new] if files else row
+        row = row[: max(0, total - rank * new)]
+        out[name] = F.pad(row, (0, new - len(row))).clone()
+    return out
+
+
+def _load(folder, rank, size, files=None, new=None, kind=None, cut=None):
+    info = torch.load(folder / "info.pt")
+    total, old = info["numbers"], -(-info["numbers"] // info["ranks"])
+    new = new(total, size) if new else -(-total // size)
+    begin, end = rank * new, min(total, (rank + 1) * new)
+    found = {name: torch.zeros(new, dtype=kind or k) for name, k in info["dtypes"].items()}
+    for r in (
+        files(info, begin, end, old) if files else range(begin // old, -(-end // old)) if begin < end else ()
+    ):
+        first, last = max(begin, r * old), min(end, (r + 1) * old)
+        if first < last:
+            for name, saved in torch.load(folder / f"{r}.pt").items():
+                found[name][first - begin : last - begin] = saved[first - r * old : last - r * old]
+    return found
+
+
+def reads_every_file(folder, rank, size):
+    info = torch.load(folder / "info.pt")
+    files = [torch.load(folder / f"{r}.pt") for r in range(info["ranks"])]
+    total, new = info["numbers"], -(-info["numbers"] // size)
+    rows = {k: torch.cat([f[k] for f in files])[:total] for k in info["dtypes"]}
+    return {k: F.pad(row, (0, new * size - total))[rank * new :][:new].clone() for k, row in rows.items()}
+
+
+def all_in_float32(folder, rank, size):
+    return _load(folder, rank, size, kind=torch.float32)
+
+
+def its_own_file(folder, rank, size):
+    return torch.load(folder / f"{rank}.pt")
+
+
+def the_first_file_only(folder, rank, size):
+    return _load(folder, rank, size, lambda info, begin, end, old: [begin // old] if begin < end else [])
+
+
+def one_file_too_many(folder, rank, size):
+    info = torch.load(folder / "info.pt")
+    old, new = (-(-info["numbers"] // n) for n in (info["ranks"], size))
+    for r in range(rank * new // old, (rank + 1) * new // old + 1):
+        torch.load(folder / f"{r}.pt")
+    return _load(folder, rank, size)
+
+
+def rounds_down(folder, rank, size):
+    return _load(folder, rank, size, new=lambda total, size: max(1, total // size))
+
+
+def without_padding(folder, rank, size):
+    numbers, new = torch.load(folder / "info.pt")["numbers"], None
+    new = -(-numbers // size)
+    return {k: v[: max(0, numbers - rank * new)] for k, v in _load(folder, rank, size).items()}
+
+
+def forgets_old_padding(folder, rank, size):
+    "Cuts the joined files without a thought for the padding that the last of them has."
+    info = torch.load(folder / "info.pt")
+    old, new = (-(-info["numbers"] // n) for n in (info["ranks"], size))
+    files = range(rank * new // old, min(info["ranks"], -(-(rank + 1) * new // old)))
+    rows = [torch.load(folder / f"{r}.pt") for r in files]
+    out = {}
+    for name, kind in info["dtypes"].items():
+        row = torch.cat([torch.zeros(0, dtype=kind), *(r[name] for r in rows)])[rank * new % old :][:new]
+        out[name] = F.pad(row, (0, new - len(row)))
+    return out
+
+
+RIGHT = {
+    "sharding.1": [by_chunk, by_ranges],
+    "sharding.2": [AdamInside, Scaled],
+    "sharding.3": [Einsum, Linear],
+    "sharding.4": [two_buffers, generator],
+    "sharding.5": [by_number, joined],
+}
+
+MUTANTS = {
+    "sharding.1": [
+        spreads_the_remainder,
+        divides_evenly,
+        no_rank_is_empty,
+        four_bytes_a_number,
+        trains_the_frozen,
+        tied_twice,
+        one_moment,
+        stage_2_cuts_weights,
+    ],
+    "sharding.2": [
+        _adam("sums", mean=lambda self: _Steps.mean(self) * self.comm.size),
+        _adam("own_gradients", mean=lambda self: self.own(self.grads())),
+        _adam("no_bias_correction", corrections=lambda self: (1, 1)),
+        _adam("corrects_one_step_late", corrections=lambda self: [1 - b ** (self.t + 1) for b in self.betas]),
+        _adam("eps_under_the_root", root=lambda self, v: (v + self.eps).sqrt()),
+        _adam("mean_of_squares", square=_squares),
+        _adam("all_reduces", mean=_all_reduced),
+        _adam("own_part_only", gather=_own_part_only),
+        keeps_full_rows,
+        drops_the_remainder,
+        the_whole_state,
+        skips_none,
+        state_in_float32,
+    ],
+    "sharding.3": [
+        _keeps(lambda w: w),
+        _keeps(torch.clone),
+        _keeps(torch.Tensor.half),
+        _layer(_cached_forward, _cached_backward),
+        _finish(lambda out, n: out),
+        _finish(lambda out, n: out / n**2),
+        _full_gradient(reduce=False),
+        _full_gradient(reduce=True),
+        _layer(None, _three_at_once),
+        _layer(_joined),
+        _layer(None, _no_grad_x),
+        _layer(_turned),
+        _layer(_whole_rows),
+        _layer(_on_the_default_device),
+    ],
+    "sharding.4": [
+        waits_for_each,
+        begins_after_the_layer,
+        waits_before_the_layer,
+        gathers_all_at_once,
+        two_ahead,
+        round_again,
+        never_waits,
+        not_the_last,
+    ],
+    "sharding.5": [
+        reads_every_file,
+        all_in_float32,
+        its_own_file,
+        the_first_file_only,
+        one_file_too_many,
+        rounds_down,
+        without_padding,
+        forgets_old_padding,
+    ],
+}
