@@ -1,6 +1,8 @@
 "What lesson sharding keeps outside its cells: real ranks' communicator, a virtual clock, ZeRO's bytes."
 
 import contextlib
+import statistics
+import time
 from typing import NamedTuple
 
 import torch
@@ -80,6 +82,20 @@ def least_seconds(gathers, computes):
             wire = max(wire, now) + gathers[i + 1]
         now = max(now + seconds, wire) if i + 1 < len(gathers) else now + seconds
     return now
+
+
+def seconds_of(fn, rounds=5):
+    "(median, least, most) seconds of `fn()` on this rank's GPU, in rounds that all ranks begin together."
+    took = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        fn()
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took[2:]), min(took[2:]), max(took[2:])
 
 
 def watching(comm, at_least):

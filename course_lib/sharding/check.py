@@ -6,9 +6,12 @@ import math
 import random
 import tempfile
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from course_lib import checking as core
 from course_lib import group as groups
@@ -30,19 +33,15 @@ def _run(size, body, what):
         raise core.Wrong(f"{what} on {size} ranks: {e}") from None
 
 
-def _elsewhere(fn, on, what):
-    "Call `fn`; with `on`, where new tensors are made on another device unless the code names one."
-    if not on:
-        return fn()
-    try:
-        with torch.device("meta"):
-            return fn()
-    except (RuntimeError, NotImplementedError) as e:
-        if "meta" not in str(e):
-            raise
-    raise core.Wrong(
-        f"{what}: a new tensor is on the default device; give it the device of the tensors it meets"
-    )
+class _NamedDevices(TorchFunctionMode):
+    "Refuses a new tensor of several numbers whose device isn't named: on GPUs it would be on the CPU."
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out, named = func(*args, **(kwargs or {})), (kwargs or {}).get("device") is not None
+        if func in _device_constructors() and not named and isinstance(out, torch.Tensor) and out.numel() > 1:
+            name = f"torch.{func.__name__} makes a tensor of shape {list(out.shape)} on the default device"
+            raise core.Wrong(f"{name}: name the device of the tensors that it meets, as device=x.device")
+        return out
 
 
 def _sent(group, rank, since=0):
@@ -97,11 +96,11 @@ def sharded_adam(answer):
         shapes = [(random.randint(2, 5), random.randint(3, 7)), (random.randint(2, 9),), ()]
         shapes += [(13, random.randint(12, 15))] if ranks > 3 else []
         shapes += [(1,)] * (sum(math.prod(s) for s in shapes) % ranks == 0)  # a remainder is wanted
-        _adam(answer, ranks, shapes, torch.float64 if ranks == 2 else torch.float32, elsewhere=ranks == 3)
+        _adam(answer, ranks, shapes, torch.float64 if ranks == 2 else torch.float32)
     _adam(answer, 3, [(2,)], torch.float32)  # fewer numbers than ranks
 
 
-def _adam(answer, ranks, shapes, dtype, elsewhere=False):
+def _adam(answer, ranks, shapes, dtype):
     lr, eps, steps = random.uniform(0.01, 0.1), 10 ** random.uniform(-3, -1), random.randint(4, 6)
     betas = random.uniform(0.5, 0.9), random.uniform(0.8, 0.99)
     start = [torch.randn(s, dtype=dtype) for s in shapes]
@@ -124,20 +123,23 @@ def _adam(answer, ranks, shapes, dtype, elsewhere=False):
 
     def body(comm):
         params = [nn.Parameter(p.clone()) for p in start]
-        make = lambda: answer(iter(params), comm, lr=lr, betas=betas, eps=eps)  # noqa: E731
-        opt = _elsewhere(make, elsewhere, f"{what}: ShardedAdam(…)")
+        with _NamedDevices():
+            opt = answer(iter(params), comm, lr=lr, betas=betas, eps=eps)
         made = f"expected ShardedAdam(…) to make an object with a method step(), got {core.kind(opt)}"
         core.require(callable(getattr(opt, "step", None)), made)
         since = len(group_of(comm).collectives(comm.rank))
         for t, (step, (want, moments)) in enumerate(zip(grads, wants, strict=True)):
             for i, (p, g) in enumerate(zip(params, step[comm.rank], strict=True)):
                 p.grad = None if (t, comm.rank, i) in missing else g.clone()
-            _elsewhere(opt.step, elsewhere, f"{what}: step()")
+            with _NamedDevices():
+                opt.step()
             where = f"rank {comm.rank} after step {t + 1}"
             for i, (p, w) in enumerate(zip(params, want, strict=True)):
                 core.require(p.dtype == dtype, f"{what}: parameter {i + 1} became {p.dtype}, it was {dtype}")
                 core.close(p, w, f"{what}: parameter {i + 1} on {where}", 1e-4, 1e-5)
             for name, parts in zip("mv", moments, strict=True):
+                kept = f"{what}: expected this rank's part of the moments in self.{name}"
+                core.require(hasattr(opt, name), f"{kept}, there is no such attribute")
                 core.close(
                     getattr(opt, name, None), parts[comm.rank], f"{what}: {name} on {where}", 1e-4, 1e-5
                 )
@@ -192,10 +194,10 @@ def gather_compute_free(answer):
         for widths in iter(lambda: [random.randint(26, 32) for _ in range(4)], None):
             if ranks == 1 or math.prod(widths[:2]) % ranks:  # a remainder is wanted
                 break
-        _layers(answer, ranks, widths, torch.float64 if ranks == 2 else torch.float32, ranks == 3)
+        _layers(answer, ranks, widths, torch.float64 if ranks == 2 else torch.float32)
 
 
-def _layers(answer, ranks, widths, dtype, elsewhere):
+def _layers(answer, ranks, widths, dtype):
     shapes = [(b, a) for a, b in itertools.pairwise(widths)]
     weights = [torch.randn(s, dtype=dtype) / math.sqrt(s[1]) for s in shapes]
     xs = [torch.randn(random.randint(1, 3), widths[0], dtype=dtype) for _ in range(ranks)]
@@ -209,7 +211,6 @@ def _layers(answer, ranks, widths, dtype, elsewhere):
     outs = [forward(x, oracle, lambda x, w: x @ w.T) for x in xs64]
     sum(o.square().sum() for o in outs).backward()
     cut = [sharding.parts_of(w, ranks) for w in weights]
-    small = min(w.nbytes for w in weights)
     what = f"GatherComputeFree on {ranks} rank{'s' * (ranks > 1)}"
 
     def body(comm):
@@ -223,12 +224,13 @@ def _layers(answer, ranks, widths, dtype, elsewhere):
 
         parts = [nn.Parameter(c[comm.rank].clone()) for c in cut]
         x, where = xs[comm.rank].clone().requires_grad_(), f"on rank {comm.rank} of {ranks}"
-        # Half a weight counts where no rank's own part is so large: a copy in fp16 is found too.
-        with sharding.watching(comm, at_least=(0.45 if ranks > 2 else 0.8) * small) as live:
+        # Larger than the largest part: of three ranks or more, a copy of a weight in fp16 is found too.
+        with sharding.watching(comm, at_least=1 + max(c[0].nbytes for c in cut)) as live:
             pairs = list(zip(parts, shapes, strict=True))
-            y = _elsewhere(lambda: forward(x, pairs, layer), elsewhere, f"{what}, forward")
-            before, after, live.most_tensors = live.most_tensors, live.tensors, 0
-            _elsewhere(lambda: y.square().sum().backward(), elsewhere, f"{what}, backward")
+            with _NamedDevices():
+                y = forward(x, pairs, layer)
+                before, after, live.most_tensors = live.most_tensors, live.tensors, 0
+                y.square().sum().backward()
         if ranks > 1:
             core.equal(after, 0, f"{what}: tensors of a full weight's size alive after forward")
             for most, n, name in ((1, before, "forward"), (2, live.most_tensors, "backward")):
@@ -289,7 +291,7 @@ def prefetched(answer):
             core.equal(left, 0, f"{what}: whole weights alive at the end")
             return got, clock.now, live.most_tensors, sum(s.lane == "wire" for s in clock.spans)
 
-        _, results = _run(ranks, body, "prefetched")
+        _, results = _run(ranks, body, f"prefetched, {what},")
         for rank, (got, took, most, gathers) in enumerate(results):
             core.close(got, want, f"{what}: the result on rank {rank}", 1e-5, 1e-6)
             core.equal(gathers, n, f"{what}: gathers")
@@ -308,7 +310,7 @@ def load_part(answer):
         old, new = pairs[case]
         total = random.choice((random.randint(1, 9), random.randint(20, 90)))
         dtypes = {"weights": torch.bfloat16, "m": torch.float32, random.choice("vw"): torch.float64}
-        rows = {name: torch.randn(total).to(kind) for name, kind in dtypes.items()}
+        rows = {name: torch.randn(total, dtype=torch.float64).to(kind) for name, kind in dtypes.items()}
         cut = {name: sharding.parts_of(row, old) for name, row in rows.items()}
         wants = {name: sharding.parts_of(row, new) for name, row in rows.items()}
         was, now = -(-total // old), -(-total // new)
@@ -318,15 +320,16 @@ def load_part(answer):
                 torch.save({"numbers": total, "ranks": old, "dtypes": dtypes}, Path(folder, "info.pt"))
                 for r in needed:
                     torch.save({name: parts[r] for name, parts in cut.items()}, Path(folder, f"{r}.pt"))
-                what = f"{total} numbers saved by {old} ranks, rank {rank} of {new}"
+                for r in set(range(old)) - needed if case % 2 else ():  # in other cases there is no file
+                    Path(folder, f"{r}.pt").write_text("not for this rank")
+                what = f"{total} numbers saved by {old} rank{'s' * (old > 1)}, rank {rank} of {new}"
                 try:
                     got = core.call(answer, Path(folder), rank, new)
                 except core.Wrong as e:
                     files = ", ".join(f"{r}.pt" for r in sorted(needed)) or "no file but info.pt"
-                    if isinstance(e.cause, FileNotFoundError):
-                        raise core.Wrong(
-                            f"{what}: it needs {files}; only what it needs is there, and it read more"
-                        ) from None
+                    if isinstance(e.cause, FileNotFoundError | UnpicklingError):
+                        why = "the others can't be read here, and it read one"
+                        raise core.Wrong(f"{what}: it needs {files}; {why}") from None
                     raise
             core.require(isinstance(got, dict), f"{what}: expected a dict, got {core.kind(got)}")
             core.equal(sorted(got), sorted(dtypes), f"{what}: the names")

@@ -66,19 +66,6 @@ def divides_evenly(model, stage, rank, ranks):
     return _bytes(model, stage, rank, ranks, lambda p: -(-p.nbytes // ranks))
 
 
-def no_rank_is_empty(model, stage, rank, ranks):
-    def piece(p):
-        rows = -(-p.shape[0] // ranks)
-        return (rows if rank < ranks - 1 else p.shape[0] - rows * (ranks - 1)) * (p.nbytes // p.shape[0])
-
-    return _bytes(model, stage, rank, ranks, piece)
-
-
-def four_bytes_a_number(model, stage, rank, ranks):
-    params = [torch.empty(p.shape, device="meta", requires_grad=p.requires_grad) for p in model.parameters()]
-    return _bytes(model, stage, rank, ranks, params=params)
-
-
 def trains_the_frozen(model, stage, rank, ranks):
     return _bytes(model, stage, rank, ranks, trained=lambda p: True)
 
@@ -86,10 +73,6 @@ def trains_the_frozen(model, stage, rank, ranks):
 def tied_twice(model, stage, rank, ranks):
     params = [p for _, p in model.named_parameters(remove_duplicate=False)]
     return _bytes(model, stage, rank, ranks, params=params)
-
-
-def one_moment(model, stage, rank, ranks):
-    return _bytes(model, stage, rank, ranks, moments=1)
 
 
 def stage_2_cuts_weights(model, stage, rank, ranks):
@@ -195,12 +178,6 @@ class _Steps:
     def corrections(self):
         return [1 - b**self.t for b in self.betas]
 
-    def root(self, v):
-        return v.sqrt() + self.eps
-
-    def gather(self, row, mine):
-        self.comm.all_gather_into_tensor(row, mine)
-
     def spread(self, row):
         at = 0
         for p in self.params:
@@ -214,8 +191,8 @@ class _Steps:
         self.m.lerp_(grad, 1 - self.betas[0])
         self.v.lerp_(self.square(grad), 1 - self.betas[1])
         (c1, c2), row = self.corrections(), self.row(self.params)
-        mine = self.own(row) - self.lr * self.m / c1 / self.root(self.v / c2)
-        self.gather(row, mine)
+        mine = self.own(row) - self.lr * self.m / c1 / ((self.v / c2).sqrt() + self.eps)
+        self.comm.all_gather_into_tensor(row, mine)
         self.spread(row)
 
 
@@ -235,10 +212,6 @@ def _all_reduced(self):
     return self.own(row) / self.comm.size
 
 
-def _own_part_only(self, row, mine):
-    row[self.comm.rank * self.n :][: self.n] = mine
-
-
 class keeps_full_rows(_Steps):
     def spread(self, row):
         super().spread(row)
@@ -246,8 +219,8 @@ class keeps_full_rows(_Steps):
 
 
 class drops_the_remainder(_Steps):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.n = sum(p.numel() for p in self.params) // self.comm.size
         self.m, self.v = (self.params[0].detach().new_zeros(self.n) for _ in range(2))
 
@@ -260,20 +233,6 @@ class drops_the_remainder(_Steps):
         super().spread(torch.cat([row, self.rest]))
 
 
-class the_whole_state:
-    def __init__(self, params, comm, lr, betas, eps):
-        self.params, self.comm, self.t = list(params), comm, 0
-        self.adam = torch.optim.Adam(self.params, lr, betas, eps, foreach=False)
-
-    def step(self):
-        for p in self.params:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            self.comm.all_reduce(p.grad)
-            p.grad /= self.comm.size
-        self.t += 1
-        self.adam.step()
-
-
 class skips_none(_Steps):
     def row(self, tensors):
         flat = torch.cat([t.flatten() for t in tensors if t is not None]).detach()
@@ -281,8 +240,8 @@ class skips_none(_Steps):
 
 
 class state_in_float32(_Steps):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.m, self.v = torch.zeros(self.n), torch.zeros(self.n)
 
 
@@ -382,21 +341,6 @@ def _keeps(kept):
     return _layer(forward, backward)
 
 
-_cache = {}
-
-
-def _cached_forward(ctx, x, part, shape, comm):
-    w = _cache[comm.rank, tuple(shape)] = _gather(part, shape, comm)
-    ctx.save_for_backward(x, part)
-    ctx.shape, ctx.comm = shape, comm
-    return x @ w.T
-
-
-def _cached_backward(ctx, grad):
-    x, part = ctx.saved_tensors
-    return _back(ctx, grad, x, part, _cache[ctx.comm.rank, tuple(ctx.shape)])
-
-
 def _finish(finish):
     def backward(ctx, grad):
         x, part = ctx.saved_tensors
@@ -405,17 +349,13 @@ def _finish(finish):
     return _layer(None, backward)
 
 
-def _full_gradient(reduce):
-    def backward(ctx, grad):
-        (x, part), comm = ctx.saved_tensors, ctx.comm
-        grad_x = grad @ _gather(part, ctx.shape, comm)
-        full = part.new_zeros(len(part) * comm.size)
-        full[: math.prod(ctx.shape)] = (grad.T @ x).flatten()
-        if reduce:
-            comm.all_reduce(full)
-        return grad_x, full[comm.rank * len(part) :][: len(part)] / (comm.size if reduce else 1), None, None
-
-    return _layer(None, backward)
+def _all_reduced_gradient(ctx, grad):
+    (x, part), comm = ctx.saved_tensors, ctx.comm
+    grad_x = grad @ _gather(part, ctx.shape, comm)
+    full = part.new_zeros(len(part) * comm.size)
+    full[: math.prod(ctx.shape)] = (grad.T @ x).flatten()
+    comm.all_reduce(full)
+    return grad_x, full[comm.rank * len(part) :][: len(part)] / comm.size, None, None
 
 
 def _three_at_once(ctx, grad):
@@ -426,26 +366,6 @@ def _three_at_once(ctx, grad):
     out = torch.empty_like(part)
     comm.reduce_scatter_tensor(out, padded)
     return grad @ w, out / comm.size, None, None
-
-
-def _joined(ctx, x, part, shape, comm):
-    full = part.new_empty(len(part) * comm.size)
-    comm.all_gather_into_tensor(full, part)
-    w = torch.cat(full.split(len(part)))[: math.prod(shape)].view(shape)
-    ctx.save_for_backward(x, part)
-    ctx.shape, ctx.comm = shape, comm
-    return x @ w.T
-
-
-def _no_grad_x(ctx, grad):
-    _, *rest = _Layer.backward(ctx, grad)
-    return torch.zeros_like(ctx.saved_tensors[0]), *rest
-
-
-def _turned(ctx, x, part, shape, comm):
-    ctx.save_for_backward(x, part)
-    ctx.shape, ctx.comm = shape, comm
-    return x @ _gather(part, (shape[1], shape[0]), comm)
 
 
 def _whole_rows(ctx, x, part, shape, comm):
@@ -543,14 +463,6 @@ def waits_before_the_layer(x, parts, layer, comm):
     return x
 
 
-def gathers_all_at_once(x, parts, layer, comm):
-    found = [_begin(part, comm) for part in parts]
-    for i, (full, work) in enumerate(found):
-        work.wait()
-        x = layer(i, x, full)
-    return x
-
-
 def two_ahead(x, parts, layer, comm):
     waiting = [_begin(part, comm) for part in parts[:2]]
     for i in range(len(parts)):
@@ -585,10 +497,6 @@ def never_waits(x, parts, layer, comm):
     for work in works:
         work.wait()
     return x
-
-
-def not_the_last(x, parts, layer, comm):
-    return solutions.prefetched(x, parts[:-1], layer, comm)
 
 
 # --- sharding.5: a checkpoint -----------------------------------------------------------------
@@ -651,10 +559,6 @@ def all_in_float32(folder, rank, size):
     return _load(folder, rank, size, kind=torch.float32)
 
 
-def its_own_file(folder, rank, size):
-    return torch.load(folder / f"{rank}.pt")
-
-
 def the_first_file_only(folder, rank, size):
     return _load(folder, rank, size, lambda info, begin, end, old: [begin // old] if begin < end else [])
 
@@ -667,27 +571,10 @@ def one_file_too_many(folder, rank, size):
     return _load(folder, rank, size)
 
 
-def rounds_down(folder, rank, size):
-    return _load(folder, rank, size, new=lambda total, size: max(1, total // size))
-
-
 def without_padding(folder, rank, size):
-    numbers, new = torch.load(folder / "info.pt")["numbers"], None
-    new = -(-numbers // size)
-    return {k: v[: max(0, numbers - rank * new)] for k, v in _load(folder, rank, size).items()}
-
-
-def forgets_old_padding(folder, rank, size):
-    "Cuts the joined files without a thought for the padding that the last of them has."
-    info = torch.load(folder / "info.pt")
-    old, new = (-(-info["numbers"] // n) for n in (info["ranks"], size))
-    files = range(rank * new // old, min(info["ranks"], -(-(rank + 1) * new // old)))
-    rows = [torch.load(folder / f"{r}.pt") for r in files]
-    out = {}
-    for name, kind in info["dtypes"].items():
-        row = torch.cat([torch.zeros(0, dtype=kind), *(r[name] for r in rows)])[rank * new % old :][:new]
-        out[name] = F.pad(row, (0, new - len(row)))
-    return out
+    numbers = torch.load(folder / "info.pt")["numbers"]
+    left = max(0, numbers - rank * -(-numbers // size))
+    return {k: v[:left] for k, v in solutions.load_part(folder, rank, size).items()}
 
 
 RIGHT = {
@@ -702,41 +589,26 @@ MUTANTS = {
     "sharding.1": [
         spreads_the_remainder,
         divides_evenly,
-        no_rank_is_empty,
-        four_bytes_a_number,
         trains_the_frozen,
         tied_twice,
-        one_moment,
         stage_2_cuts_weights,
     ],
     "sharding.2": [
-        _adam("sums", mean=lambda self: _Steps.mean(self) * self.comm.size),
-        _adam("own_gradients", mean=lambda self: self.own(self.grads())),
         _adam("no_bias_correction", corrections=lambda self: (1, 1)),
-        _adam("corrects_one_step_late", corrections=lambda self: [1 - b ** (self.t + 1) for b in self.betas]),
-        _adam("eps_under_the_root", root=lambda self, v: (v + self.eps).sqrt()),
+        _adam("sums", mean=lambda self: _Steps.mean(self) * self.comm.size),
         _adam("mean_of_squares", square=_squares),
         _adam("all_reduces", mean=_all_reduced),
-        _adam("own_part_only", gather=_own_part_only),
         keeps_full_rows,
         drops_the_remainder,
-        the_whole_state,
         skips_none,
         state_in_float32,
     ],
     "sharding.3": [
-        _keeps(lambda w: w),
         _keeps(torch.clone),
         _keeps(torch.Tensor.half),
-        _layer(_cached_forward, _cached_backward),
         _finish(lambda out, n: out),
-        _finish(lambda out, n: out / n**2),
-        _full_gradient(reduce=False),
-        _full_gradient(reduce=True),
+        _layer(None, _all_reduced_gradient),
         _layer(None, _three_at_once),
-        _layer(_joined),
-        _layer(None, _no_grad_x),
-        _layer(_turned),
         _layer(_whole_rows),
         _layer(_on_the_default_device),
     ],
@@ -744,20 +616,15 @@ MUTANTS = {
         waits_for_each,
         begins_after_the_layer,
         waits_before_the_layer,
-        gathers_all_at_once,
         two_ahead,
         round_again,
         never_waits,
-        not_the_last,
     ],
     "sharding.5": [
         reads_every_file,
         all_in_float32,
-        its_own_file,
         the_first_file_only,
         one_file_too_many,
-        rounds_down,
         without_padding,
-        forgets_old_padding,
     ],
 }
