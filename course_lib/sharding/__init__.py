@@ -1,6 +1,7 @@
 "What lesson sharding keeps outside its cells: real ranks' communicator, a virtual clock, ZeRO's bytes."
 
 import contextlib
+import gc
 import statistics
 import time
 from typing import NamedTuple
@@ -130,14 +131,19 @@ def explore_zero(billions=8.0, ranks=8, memory=141):
     return {"billions": billions, "ranks": ranks, "memory": memory, "stages": stages}
 
 
+def free_memory():
+    "Free what earlier calls left on this rank's GPU: DDP's and FSDP's modules refer to each other in cycles."
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def memory_limit(nbytes):
     "This process may take `nbytes` of its GPU within; then all of it again."
+    free_memory()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(nbytes / total)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()

@@ -260,10 +260,11 @@ def prefetched(answer):
     core.need_callable(answer)
     for case in range(8):
         ranks, n = random.choice((2, 3, 4)), (5, 4, 6, 1, 0, 2, 5, 4)[case]
-        parts = [[torch.randn(k) for _ in range(ranks)] for k in core.ragged(60, 76, n)]
-        rate = 4 * ranks * 68 / random.uniform(0.5, 2)
+        dtype = (torch.float32, torch.float64)[case % 2]
+        parts = [[torch.randn(k, dtype=dtype) for _ in range(ranks)] for k in core.ragged(60, 76, n)]
+        rate = dtype.itemsize * ranks * 68 / random.uniform(0.5, 2)
         takes = [random.uniform(0.3, 2.5) for _ in range(n)]
-        x, wholes = torch.randn(3), [torch.cat(p) for p in parts]
+        x, wholes = torch.randn(3, dtype=dtype), [torch.cat(p) for p in parts]
         want = x
         for whole in wholes:
             want = (want + whole[:3]).tanh() + whole.mean()
@@ -284,7 +285,7 @@ def prefetched(answer):
                 return (x + full[:3]).tanh() + full.mean()
 
             mine = [p[comm.rank].clone() for p in parts]
-            with sharding.watching(comm, at_least=4 * 60 * comm.size) as live:
+            with sharding.watching(comm, at_least=x.itemsize * 60 * comm.size) as live, _NamedDevices():
                 got = answer(x.clone(), mine, layer, clock)
                 left = live.tensors
             core.equal(ran, list(range(len(takes))), f"{what}: the layers in the order of their calls")

@@ -390,7 +390,7 @@ def _on_the_default_device(ctx, x, part, shape, comm):
 def two_buffers(x, parts, layer, comm):
     "Right: two buffers by turns, views of them."
     longest = max(map(len, parts), default=0) * comm.size
-    buffers = [torch.empty(longest) for _ in range(2)]
+    buffers = [parts[0].new_empty(longest) for _ in range(2 * bool(parts))]
     works = []
     for i in range(len(parts) + 1):
         if i < len(parts):
@@ -409,7 +409,7 @@ def generator(x, parts, layer, comm):
     def gathered():
         ahead = None
         for part in parts:
-            full = torch.zeros(part.numel() * comm.size, dtype=part.dtype)
+            full = torch.zeros(part.numel() * comm.size, dtype=part.dtype, device=part.device)
             work = comm.all_gather_into_tensor(full, part, async_op=True)
             if ahead is not None:
                 yield ahead.pop()
@@ -473,6 +473,10 @@ def two_ahead(x, parts, layer, comm):
         x = layer(i, x, full)
         del full
     return x
+
+
+def in_float32(x, parts, layer, comm):
+    return solutions.prefetched(x, [part.float() for part in parts], layer, comm)
 
 
 def round_again(x, parts, layer, comm):
@@ -618,6 +622,7 @@ MUTANTS = {
         waits_before_the_layer,
         two_ahead,
         round_again,
+        in_float32,
         never_waits,
     ],
     "sharding.5": [
