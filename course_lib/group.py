@@ -13,6 +13,7 @@ import time
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ReduceOp
 
 from course_lib.checking import describe
 
@@ -160,8 +161,11 @@ class Work:
 class Comm:
     """What one rank sees of its group: `rank`, `size`, and the calls of torch.distributed under their names.
 
-    Every rank must call the same collectives in the same order; with `async_op` they return a `Work`.
+    Every rank must call the same collectives in the same order; with `async_op` they return a `Work`. A
+    function of `dist` takes this or the module `torch.distributed`.
     """
+
+    ReduceOp = ReduceOp
 
     def __init__(self, group, rank):
         self._group, self.rank, self.size = group, rank, group.size
@@ -173,6 +177,12 @@ class Comm:
         self.busy = True
         yield
         self.busy = False
+
+    def get_rank(self):
+        return self.rank
+
+    def get_world_size(self):
+        return self.size
 
     def mark(self, what, nbytes=0, peer=None):
         "Write an event into the group's list."
@@ -211,9 +221,14 @@ class Comm:
             raise Misuse(f"rank {self.rank} can't {what} {peer!r}: expected another rank of 0 to {last}")
         return self._group._messages.setdefault((src, dst), [])
 
-    def all_reduce(self, tensor, async_op=False):
-        "Add up `tensor` over the ranks, in place."
-        return self._collective("all_reduce", tensor, tensor, _add, async_op=async_op)
+    def all_reduce(self, tensor, op=ReduceOp.SUM, async_op=False):
+        "Add up `tensor` over the ranks, in place; or its mean or its largest (ReduceOp.AVG, MAX)."
+        name = str(op).rpartition(".")[2]
+        how = {"SUM": _add, "AVG": lambda parts: _add(parts) / self.size, "MAX": _largest}.get(name)
+        if how is None:
+            raise Misuse(f"all_reduce of this group knows SUM, AVG and MAX, and was given {name}")
+        detail = "" if name == "SUM" else f" by {name}"
+        return self._collective("all_reduce", tensor, tensor, how, detail, async_op=async_op)
 
     def broadcast(self, tensor, src):
         "Overwrite `tensor` by that of rank `src`."
@@ -264,7 +279,7 @@ class Comm:
         before = None
         if async_op:  # until wait() the tensor holds nonsense: to read it gives a wrong answer
             with self.inside():
-                before = out.fill_(math.nan if out.is_floating_point() else 2**30 + 7).clone()
+                before = _nonsense(out).clone()
         what, doing = f"{call}, collective {which}", f"{name} {which} was under way"
         work = Work(self, what, doing, lambda: len(parts) == self.size, out, before, finish)
         return work if async_op else work.wait()
@@ -272,6 +287,19 @@ class Comm:
 
 def _add(parts):
     return functools.reduce(torch.add, parts)
+
+
+def _largest(parts):
+    return functools.reduce(torch.maximum, parts)
+
+
+def _nonsense(out):
+    "Fill `out` with values that are wrong to read: NaN, and numbers where what is added to them can be seen."
+    out.fill_(math.nan if out.is_floating_point() else 103)
+    if out.is_floating_point():
+        odd = torch.arange(out.numel()).view(out.shape) % 2 == 1
+        out.masked_fill_(odd | (out.numel() == 1), 1.0 + random.random())
+    return out
 
 
 def _plain(tensor, call):

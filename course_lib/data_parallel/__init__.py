@@ -1,155 +1,209 @@
-"""data_parallel, finished: ring all-reduce, gradients averaged by hooks and in buckets, and uneven batches.
+"""data_parallel: what the lesson keeps outside its cells: data, clocks on the ranks, α and β of a network.
 
-Each takes a communicator `comm`: `data_parallel_group.Comm` in a simulated group, `data_parallel_comm.World`
-on real ranks.
+A function of `dist` takes the module `torch.distributed` on real ranks, or a `group.Comm`.
 """
 
+import statistics
+import time
+from typing import NamedTuple
+
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
+from course_lib import data, models
 
-def ring_all_reduce(x, comm):
-    """Sum the one-dimensional `x` over the ranks of `comm`, in place, by messages to the next rank only.
 
-    Every rank sends 2(N-1)/N of the bytes of `x`; where N doesn't divide its length, chunks differ by one.
-    Source: Patarasuk and Yuan 2009.
+def digits():
+    "The training digits as rows: x [1397, 64] in 0..1, y [1397]."
+    x, y = data.digits().train
+    return x.flatten(1), y
+
+
+def net(seed=0, widths=(64, 32, 10)):
+    "A small network, the same on every rank for the same seed."
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return models.mlp(widths)
+
+
+def batches(steps, batch, seed=0):
+    "`steps` lists of `batch` indices of digits, the same on every rank."
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1397, (batch,), generator=generator) for _ in range(steps)]
+
+
+def flat(tensors):
+    "Tensors as one row, copied."
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def steps_to(target, batch, rates, seeds, most=500):
+    """Steps of SGD until the loss of digits that are kept apart is `target`: [seeds, rates], or inf.
+
+    The runs are stepped together, as batched products of weights [seeds * rates, in, out]. It ends when each
+    seed has one rate that is there.
     """
-    n, rank = comm.size, comm.rank
-    if n == 1:
-        return
-    after, before = (rank + 1) % n, (rank - 1) % n
-    chunks = x.tensor_split(n)
-    came = torch.empty_like(chunks[0])  # the first chunk is the longest
-    for step in range(n - 1):  # the sums grow while they travel
-        out, mine = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        sending = comm.isend(out, after)
-        comm.recv(came[: len(mine)], before)
-        mine += came[: len(mine)]
-        sending.wait()
-    for step in range(n - 1):  # the finished sums go round
-        sending = comm.isend(chunks[(rank + 1 - step) % n], after)
-        comm.recv(chunks[(rank - step) % n], before)
-        sending.wait()
+    (x, y), (x_test, y_test) = digits(), data.digits().valid
+    x_test, runs = x_test.flatten(1), seeds * len(rates)
+    nets = [[p.detach() for p in net(seed).parameters()] for seed in range(seeds)]
+    params = [torch.stack([n[i].T if n[i].dim() > 1 else n[i][None] for n in nets]) for i in range(4)]
+    w1, b1, w2, b2 = params = [p.repeat_interleave(len(rates), 0).requires_grad_() for p in params]
+    lr, took = torch.tensor(rates).repeat(seeds).view(-1, 1, 1), torch.full((runs,), torch.inf)
+    generator = torch.Generator().manual_seed(1)
+
+    def loss_of(x, y):  # [runs, n, 64], [runs, n] -> [runs]
+        out = torch.baddbmm(b2, torch.baddbmm(b1, x, w1).relu(), w2)
+        return F.cross_entropy(out.transpose(1, 2), y, reduction="none").mean(1)
+
+    for step in range(1, most + 1):
+        rows = torch.randint(len(x), (seeds, batch), generator=generator).repeat_interleave(len(rates), 0)
+        grads = torch.autograd.grad(loss_of(x[rows], y[rows]).sum(), params)
+        with torch.no_grad():
+            for p, g in zip(params, grads, strict=True):
+                p -= lr * g
+            there = loss_of(x_test.expand(runs, -1, -1), y_test.expand(runs, -1)) <= target
+        took[there & took.isinf()] = step
+        if (took.view(seeds, -1) <= step).any(1).all():
+            break
+    return took.view(seeds, -1)
 
 
-def send_state(model, comm):
-    "Give every rank the parameters and buffers of rank 0."
-    with torch.no_grad():
-        for t in (*model.parameters(), *model.buffers()):
-            comm.broadcast(t, 0)
+def unused(params, dist):
+    """The parameters whose `grad` is None on every rank, as a set: one all-reduce of a number for each.
+
+    Only a rank that lacks a gradient reads the result, so that a GPU isn't waited for in a usual step.
+    """
+    has = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
+    missing = [i for i, p in enumerate(params) if p.grad is None]
+    for i in missing:
+        has[i] = 0
+    dist.all_reduce(has)
+    return {params[i] for i in missing if not has[i]}
 
 
-class DataParallel:
-    """Averages gradients over ranks while the backward pass runs, one all-reduce for each parameter.
+# --- clocks on the ranks ------------------------------------------------------------
 
-    All ranks begin with the weights and buffers of rank 0. After `loss.backward()` call `finish()`: then
-    every `grad` is the mean over the ranks. A rank that did not use a parameter counts with zeros. The
-    all-reduces are launched in one fixed order, from the last parameter to the first, on every rank.
+
+class Span(NamedTuple):
+    "From `start` to `end` in seconds of `time.monotonic()`, in the row `lane` of a figure."
+
+    lane: str
+    start: float
+    end: float
+
+
+class Recorder:
+    "`torch.distributed` for a class that averages gradients, with a `Span` for each all-reduce and gradient."
+
+    def __init__(self, model):
+        self.spans, self.since = [], 0.0
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self._gradient)
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+    def _gradient(self, p):
+        now = time.monotonic()
+        self.spans.append(Span("backward", self.since, now))
+        self.since = now
+
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, async_op=False):
+        start = time.monotonic()
+        work = dist.all_reduce(tensor, op, async_op=True)
+
+        def end(future):
+            self.spans.append(Span("all-reduces", start, time.monotonic()))
+
+        work.get_future().then(end)
+        return work if async_op else work.wait()
+
+
+def step_spans(wrap, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6):
+    """Seconds and `Span`s of a step of median length, from the start of backward to the last mean.
+
+    `wrap(model, dist)` averages gradients and has `finish()`.
+    """
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # more of them hinder each other here
+    model = net(0, widths)
+    recorder = Recorder(model)
+    wrapped, took = wrap(model, recorder), []
+    for _ in range(steps):
+        loss = model(torch.randn(batch, widths[0])).square().mean()
+        dist.barrier()
+        recorder.spans, recorder.since = [], time.monotonic()
+        start = recorder.since
+        loss.backward()
+        back = time.monotonic()
+        wrapped.finish()
+        end = time.monotonic()
+        time.sleep(0.01)  # the all-reduces' own threads note their ends
+        took.append((end - start, sorted([*recorder.spans, Span("backward", back, back)])))
+        model.zero_grad()
+    return sorted(took[1:], key=lambda found: found[0])[len(took) // 2]
+
+
+def here():
+    "Where this rank's tensors live: its GPU under NCCL, else the CPU."
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
+
+
+def seconds_of(fns, calls=None, rounds=5, budget=0.1):
+    """Seconds of one call of each function on all ranks together, by rounds: [[by function] by round].
+
+    The functions take turns. `calls` in a row are timed, by default as many as take `budget` seconds.
     """
 
-    def __init__(self, model, comm):
-        self.comm = comm
-        send_state(model, comm)
-        self.params = [p for p in model.parameters() if p.requires_grad][::-1]
-        self.arrived, self.works = set(), []
-        for p in self.params:
-            p.register_post_accumulate_grad_hook(self.on_gradient)
+    def block(fn, k):
+        for wait in (_sync, dist.barrier, _sync):
+            wait()
+        start = time.perf_counter()
+        for _ in range(k):
+            fn()
+        _sync()
+        return (time.perf_counter() - start) / k
 
-    def on_gradient(self, p):
-        self.arrived.add(p)
-        while len(self.works) < len(self.params) and self.params[len(self.works)] in self.arrived:
-            self.launch()
-
-    def launch(self):
-        p = self.params[len(self.works)]
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        self.works.append(self.comm.all_reduce(p.grad, async_op=True))
-
-    def finish(self):
-        while len(self.works) < len(self.params):
-            self.launch()
-        for p, work in zip(self.params, self.works, strict=True):
-            work.wait()
-            p.grad /= self.comm.size
-        self.arrived, self.works = set(), []
+    counts = []
+    for fn in fns:
+        block(fn, 3)
+        k = torch.tensor([calls or max(1, min(200, budget / block(fn, 1)))], device=here()).int()
+        dist.broadcast(k, 0)
+        counts.append(int(k))
+    return [[block(fn, k) for fn, k in zip(fns, counts, strict=True)] for _ in range(rounds)]
 
 
-def fill_buckets(nbytes, limit):
-    """Indices of gradients by bucket: each joins the current bucket unless that would exceed `limit` bytes.
-
-    >>> fill_buckets([4, 4, 9, 2], 8)
-    [[0, 1], [2], [3]]
-    """
-    buckets, filled = [], 0
-    for i, n in enumerate(nbytes):
-        if not buckets or filled + n > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        filled += n
-    return buckets
+def _sync():
+    if dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
 
 
-class BucketedDataParallel:
-    """`DataParallel` with one all-reduce for each bucket of gradients of about `limit` bytes.
-
-    A bucket is launched as soon as its last gradient has come and all buckets before it are launched; what
-    a rank did not use is filled with zeros by `finish()`. `mark(what)`, where given, is called with
-    "gradient", "launch", "wait" and "done". Source: Li et al. 2020 (PyTorch's DistributedDataParallel).
-    """
-
-    def __init__(self, model, comm, limit=2**20, mark=None):
-        self.comm, self.mark = comm, mark or (lambda what: None)
-        send_state(model, comm)
-        params = [p for p in model.parameters() if p.requires_grad][::-1]
-        plan = fill_buckets([p.numel() * p.element_size() for p in params], limit)
-        self.buckets = [[params[i] for i in bucket] for bucket in plan]
-        self.arrived, self.works = set(), []
-        for p in params:
-            p.register_post_accumulate_grad_hook(self.on_gradient)
-
-    def on_gradient(self, p):
-        self.mark("gradient")
-        self.arrived.add(p)
-        while len(self.works) < len(self.buckets) and self.arrived.issuperset(self.buckets[len(self.works)]):
-            self.launch()
-
-    def launch(self):
-        bucket = self.buckets[len(self.works)]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
-        self.mark("launch")
-        self.works.append((flat, self.comm.all_reduce(flat, async_op=True)))
-
-    def finish(self):
-        while len(self.works) < len(self.buckets):
-            self.launch()
-        self.mark("wait")
-        for bucket, (flat, work) in zip(self.buckets, self.works, strict=True):
-            work.wait()
-            self.mark("done")
-            flat /= self.comm.size
-            for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.grad = mean.view_as(p).clone() if p.grad is None else p.grad.copy_(mean.view_as(p))
-        self.arrived, self.works = set(), []
+def all_reduce_seconds(sizes):
+    "Median seconds of an all-reduce of each of `sizes` bytes in float32, calls in a row, as nccl-tests does."
+    xs = [torch.zeros(n // 4, device=here()) for n in sizes]
+    rounds = seconds_of([lambda x=x: dist.all_reduce(x) for x in xs], budget=0.03)
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
-def accumulate(model, microbatches, comm):
-    """Leave in every `grad` the gradient of the mean loss over all known tokens of all ranks.
+# --- the α-β model (Hockney 1994) -----------------------------------------------------
 
-    `microbatches` are this rank's pairs of inputs and labels, as many as it has, none included; a label of
-    -100 is unknown. Gradients travel once, after the last microbatch. ValueError where no rank has a token.
-    """
-    tokens = torch.zeros(1, dtype=torch.int64)
-    for x, y in microbatches:
-        logits = model(x)
-        F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum", ignore_index=-100).backward()
-        tokens += (y != -100).sum()
-    comm.all_reduce(tokens)
-    if not tokens:
-        raise ValueError("no rank has a token with a known label: there is nothing to average")
-    for p in model.parameters():
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        comm.all_reduce(p.grad)
-        p.grad /= tokens
+# Latency in seconds, seconds for each byte, for one GPU each way: rates as sold, latencies in their order of
+# magnitude.
+NETWORKS = {
+    "10 Gb Ethernet, TCP": (30e-6, 1 / 1.25e9),
+    "100 Gb Ethernet, TCP": (30e-6, 1 / 12.5e9),
+    "400 Gb RDMA": (3e-6, 1 / 50e9),
+    "NVLink 4": (1.5e-6, 1 / 450e9),
+}
+
+
+def fit(sizes, seconds, ranks):
+    "α and β of a ring all-reduce that passes through the first and the last of the measured points."
+    rounds = 2 * (ranks - 1)
+    (n0, t0), (n1, t1) = ((sizes[i], seconds[i] / rounds) for i in (0, -1))
+    beta = max(0.0, (t1 - t0) / (n1 - n0)) * ranks
+    return max(0.0, t0 - beta * n0 / ranks), beta

@@ -1,21 +1,29 @@
 "The figures of lesson data_parallel: functions of plain data that return a matplotlib figure."
 
 from course_lib import show
-from course_lib.data_parallel import network
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY, GREY = show.COLOURS
 
 
-def draw_drift(apart, together):
-    "Distance of the ranks' weights from their mean, by step, without and with averaged gradients."
-    fig, ax = show.axes(figsize=(6.4, 3.0))
+def draw_copies(losses, apart, together=None):
+    "The loss of each copy and the distance between the copies, by step."
+    fig, (left, right) = show.axes(1, 2, figsize=(7.6, 3.0))
     steps = range(1, len(apart) + 1)
-    ax.plot(steps, apart, color=RED, label="each for itself")
-    ax.plot(steps, together, color=BLUE, label="gradients averaged")
-    ax.set_xlabel("step")
-    ax.set_ylabel("distance from the mean")
-    ax.set_title("Four replicas of one network")
-    ax.legend(loc="center right", bbox_to_anchor=(1.0, 0.35))
+    for rank, curve in enumerate(losses):
+        left.plot(steps, curve, label=f"rank {rank}", lw=1.2)
+    left.set_title("Each copy's loss, on its own data")
+    left.set_ylabel("loss")
+    left.set_ylim(0)
+    left.legend(fontsize=9)
+    right.plot(steps, apart, color=RED, label="each for itself")
+    if together:
+        right.plot(steps, together, color=BLUE, label="gradients averaged")
+        right.legend(loc="lower right", bbox_to_anchor=(1.0, 0.06))
+    right.set_ylim(-0.01 if together else 0)
+    right.set_title("Distance between the copies")
+    right.set_ylabel("part of the way from the start")
+    for ax in (left, right):
+        ax.set_xlabel("step")
     return fig
 
 
@@ -23,17 +31,12 @@ def ring_counts(n):
     "How many ranks are in each chunk of each rank after each step of the ring: a list of [rank][chunk]."
     now = [[1] * n for _ in range(n)]
     found = [now]
-    for step in range(n - 1):
+    for step in range(2 * (n - 1)):
         now = [list(row) for row in now]
         for r in range(n):
-            chunk = (r - step - 1) % n
-            now[r][chunk] += found[-1][r - 1][chunk]
-        found.append(now)
-    for step in range(n - 1):
-        now = [list(row) for row in now]
-        for r in range(n):
-            chunk = (r - step) % n
-            now[r][chunk] = found[-1][r - 1][chunk]
+            chunk = (r - step - (step < n - 1)) % n if step < n - 1 else (r - (step - n + 1)) % n
+            came = found[-1][r - 1][chunk]
+            now[r][chunk] = now[r][chunk] + came if step < n - 1 else came
         found.append(now)
     return found
 
@@ -41,123 +44,102 @@ def ring_counts(n):
 def draw_ring(n=4):
     "The chunks of a ring all-reduce after each step, with the number of ranks summed in each."
     found = ring_counts(n)
-    fig, axes = show.axes(1, len(found), figsize=(8.2, 1.9))
+    fig, axes = show.axes(1, len(found), figsize=(11, 2.6))
     for i, (ax, now) in enumerate(zip(axes, found, strict=True)):
         ax.imshow(now, cmap="Blues", vmin=0, vmax=1.6 * n)
         for r in range(n):
             for c in range(n):
-                ax.text(c, r, now[r][c], ha="center", va="center", fontsize=9)
-        ax.set_xticks([])
+                ax.text(c, r, now[r][c], ha="center", va="center", fontsize=13)
+        ax.set_xticks(range(n))
         ax.set_yticks(range(n) if i == 0 else [], [f"rank {r}" for r in range(n)] if i == 0 else [])
+        ax.set_xlabel("chunk" if i == 0 else "")
         ax.grid(False)
-        ax.set_title("start" if i == 0 else f"step {i}", fontsize=9)
+        ax.set_title("start" if i == 0 else f"step {i}")
     return fig
 
 
 def draw_traffic(most=16):
     "What the busiest rank sends, in multiples of the tensor."
-    fig, ax = show.axes(figsize=(6.4, 3.0))
+    fig, ax = show.axes(figsize=(6.4, 2.8))
     ns = range(2, most + 1)
-    ax.plot(ns, [n - 1 for n in ns], color=RED, label="everybody's whole vector, N-1")
-    ax.plot(ns, [2 * (n - 1) / n for n in ns], color=BLUE, label="ring, 2(N-1)/N")
+    ax.plot(ns, [n - 1 for n in ns], color=RED, label="the whole vector round the ring, N - 1")
+    ax.plot(ns, [2 * (n - 1) / n for n in ns], color=BLUE, label="chunks round the ring, 2(N - 1)/N")
     ax.set_xlabel("ranks N")
-    ax.set_ylabel("times the tensor")
-    ax.set_title("Sent by the busiest rank")
+    ax.set_ylabel("times the vector")
+    ax.set_title("Bytes that one rank sends")
     ax.legend(loc="upper left")
     return fig
 
 
-def _size(nbytes):
-    for unit, scale in (("GB", 2**30), ("MB", 2**20), ("KB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def _ticks(ax):
-    "Round numbers on a logarithmic y axis, written out."
-    low, high = ax.get_ylim()
-    digits = (1, 2, 5) if high < 1e3 * low else (1,)
-    ticks = [d * 10.0**k for k in range(-4, 8) for d in digits if low <= d * 10.0**k <= high]
-    ax.set_yticks(ticks, [f"{t:,g}" for t in ticks])
-    ax.minorticks_off()
-
-
-def draw_overlap(runs):
-    "Backward and the wire on the clock, from what a rank recorded: {title: events of one rank}."
-    fig, axes = show.axes(len(runs), figsize=(6.8, 0.9 + 1.35 * len(runs)), sharex=True, squeeze=False)
-    rows = {"backward": 0, "wire": 1}
-    for ax, (title, events) in zip(axes[:, 0], runs.items(), strict=True):
-        start = min(e.start for e in events)
-        for e in events:
-            left, wide = 1e3 * (e.start - start), 1e3 * (e.end - e.start)
+def draw_spans(runs):
+    "Backward and all-reduces on the clock of one rank: {title: (seconds, spans)}."
+    fig, axes = show.axes(len(runs), figsize=(7.2, 0.9 + 1.3 * len(runs)), sharex=True, squeeze=False)
+    lanes = {"backward": (0, BLUE, 1.0), "all-reduces": (1, ORANGE, 0.6)}
+    for ax, (title, (seconds, spans)) in zip(axes[:, 0], runs.items(), strict=True):
+        start = min(s.start for s in spans)
+        for s in spans:
+            row, colour, alpha = lanes[s.lane]
+            left, wide = 1e3 * (s.start - start), 1e3 * (s.end - s.start)
             if wide:
-                wire = e.lane == "wire"
-                ax.barh(rows[e.lane], wide, left=left, height=0.66, color=ORANGE if wire else BLUE,
-                        alpha=0.6 if wire else 1, edgecolor="white", lw=0.7)  # fmt: skip
+                ax.barh(
+                    row, wide, left=left, height=0.66, color=colour, alpha=alpha, edgecolor="white", lw=0.7
+                )
             else:
                 ax.axvline(left, color=GREY, lw=1, ls="--")
-        ax.set_yticks([0, 1], ["backward", "all-reduces"])
+        ax.axvline(1e3 * seconds, color=RED, lw=1.5)
+        ax.set_yticks([0, 1], list(lanes))
         ax.set_ylim(1.6, -0.6)
         ax.grid(False)
-        end = 1e3 * (max(e.end for e in events) - start)
-        ax.set_title(f"{title}: {end:.0f} ms", fontsize=10)
-    axes[-1, 0].set_xlabel("ms since backward began; at the dashed line it has returned, and rank 0 waits")
+        ax.set_title(f"{title}: {1e3 * seconds:.1f} ms", fontsize=10)
+    axes[-1, 0].set_xlabel(
+        "ms since backward began (dashed: backward has returned; red: all means are there)"
+    )
     return fig
 
 
-def draw_networks(ranks=8):
-    "All-reduce time by size on four networks, by the model."
-    fig, ax = show.axes(figsize=(6.6, 3.4))
-    sizes = [2.0**k for k in range(10, 31)]
-    for name, net in network.NETWORKS.items():
-        took = [1e3 * network.ring_seconds(n, ranks, net.alpha, net.beta) for n in sizes]
-        ax.loglog(sizes, took, label=name)
-    ax.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30], ["1 KB", "32 KB", "1 MB", "32 MB", "1 GB"])
-    ax.minorticks_off()
-    ax.set_xlabel("bytes")
-    ax.set_ylabel("ms")
-    ax.set_title(f"Model: a ring all-reduce over {ranks} ranks")
-    ax.legend(loc="upper left", fontsize=9)
-    return fig
+SIZES = ("GB", 2**30), ("MB", 2**20), ("KB", 2**10)
 
 
-def draw_measured(sizes, seconds, alpha, beta, ranks, where, fitted=()):
-    "Measured all-reduces beside the model; the sizes in `fitted` were used to find α and β."
-    fig, ax = show.axes(figsize=(6.4, 3.2))
-    low, high = min(sizes), max(sizes)
-    grid = [low * (high / low) ** (i / 60) for i in range(61)]
-    ax.loglog(grid, [1e3 * network.ring_seconds(n, ranks, alpha, beta) for n in grid], color=BLUE,
-              label="model")  # fmt: skip
-    for used, colour, name in ((True, GREY, "measured, gave α and β"), (False, RED, "measured, predicted")):
-        at = [i for i, n in enumerate(sizes) if (n in fitted) is used]
+def size(nbytes):
+    "Bytes as text: '512 KB'."
+    unit, scale = next((s for s in SIZES if nbytes >= s[1]), ("B", 1))
+    return f"{nbytes / scale:.3g} {unit}"
+
+
+def draw_measured(sizes, seconds, model, where):
+    "Measured all-reduces beside the model, which passes through the first and the last."
+    fig, ax = show.axes(figsize=(6.6, 3.2))
+    ax.loglog(sizes, [1e3 * t for t in model], "-", color=BLUE, label="model")
+    ends, inner = [0, -1], range(1, len(sizes) - 1)
+    for at, colour, name in ((ends, GREY, "measured, gives α and β"), (inner, RED, "measured, predicted")):
         ax.loglog([sizes[i] for i in at], [1e3 * seconds[i] for i in at], "o", color=colour, label=name)
-    ax.set_xticks(sizes, [_size(n) for n in sizes])
-    _ticks(ax)
+    ax.set_xticks(sizes, [size(n) for n in sizes])
+    low, high = ax.get_ylim()
+    ticks = [d * 10.0**k for k in range(-4, 5) for d in (1, 2, 5) if low <= d * 10.0**k <= high]
+    ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel("size of the tensor")
     ax.set_ylabel("ms")
-    ax.set_title(f"All-reduce over {ranks} ranks, {where}")
+    ax.set_title(f"One all-reduce, {where}")
     ax.legend(loc="upper left")
     return fig
 
 
 def view_buckets(found):
     "The explorer's figure: the schedule for one limit above, what is exposed by limit below."
-    fig, (ax, below) = show.axes(2, 1, figsize=(6.8, 4.2), height_ratios=(1, 1.6))
+    fig, (ax, below) = show.axes(2, 1, figsize=(7.0, 4.4), height_ratios=(1, 1.6))
     end = 1e3 * found["backward"]
     ax.barh(0, end, height=0.66, color=BLUE)
-    for start, stop, _ in found["spans"]:
-        ax.barh(
-            1, 1e3 * (stop - start), left=1e3 * start, height=0.66, color=ORANGE, edgecolor="white", lw=0.5
-        )
+    for start, stop in found["spans"]:
+        wide = 1e3 * (stop - start)
+        ax.barh(1, wide, left=1e3 * start, height=0.66, color=ORANGE, edgecolor="white", lw=0.5)
     ax.axvline(end, color=GREY, lw=1, ls="--")
-    ax.set_yticks([0, 1], ["backward", "wire"])
+    ax.set_yticks([0, 1], ["backward", "network"])
     ax.set_ylim(1.6, -0.6)
     ax.grid(False)
-    ax.set_xlabel("ms")
-    ax.set_title(
-        f"{found['network']}, {found['ranks']} ranks, buckets of {found['limit_mb']} MB: "
-        f"{1e3 * found['exposed']:.1f} ms exposed", fontsize=10,
-    )  # fmt: skip
+    ax.set_xlabel("ms since backward began")
+    head = f"{found['network']}, {found['ranks']} ranks, buckets of {found['limit_mb']} MB"
+    ax.set_title(f"Model: {head}: {1e3 * found['exposed']:.1f} ms exposed", fontsize=10)
     below.plot([mb for mb, _ in found["curve"]], [1e3 * s for _, s in found["curve"]], "o-", color=RED, ms=4)
     below.axvline(found["limit_mb"], color=GREY, lw=1, ls="--")
     below.set_xscale("log", base=2)
@@ -168,58 +150,39 @@ def view_buckets(found):
     return fig
 
 
-def draw_steps(points, least, critical):
-    "Steps to the target and samples to the target, by batch size."
-    fig, (left, right) = show.axes(1, 2, figsize=(7.2, 3.1))
-    sizes = [p[0] for p in points]
-    grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 60) for i in range(61)]
-    for ax, scale, name in ((left, lambda b: 1, "steps"), (right, lambda b: b, "samples")):
-        ax.loglog(grid, [scale(b) * least * (1 + critical / b) for b in grid], color=BLUE, label="fit")
-        ax.loglog(sizes, [scale(p[0]) * p[1] for p in points], "o", color=RED, label="measured")
-        ax.axvline(critical, color=GREY, lw=1, ls="--")
+def draw_batches(found):
+    "Steps and samples to the target by batch size: {batch: (median, least, most) steps}."
+    fig, axes = show.axes(1, 2, figsize=(7.6, 3.0))
+    sizes = list(found)
+    for ax, scale, name in zip(axes, (lambda b: 1, lambda b: b), ("Steps", "Samples"), strict=True):
+        low, mid, high = ([scale(b) * found[b][i] for b in sizes] for i in (1, 0, 2))
+        ax.fill_between(sizes, low, high, color=BLUE, alpha=0.2, label="three seeds")
+        ax.plot(sizes, mid, "o-", color=BLUE, label="median")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
         ax.set_xticks(sizes[::2], [str(b) for b in sizes[::2]])
-        _ticks(ax)
+        ticks = [2**k for k in range(30) if 0.8 * min(low) <= 2**k <= 1.1 * max(high)]
+        ax.set_yticks(ticks, [f"{t:,.0f}" for t in ticks])
+        ax.minorticks_off()
         ax.set_xlabel("batch size")
-        ax.set_title(f"{name.capitalize()} to the target")
-    left.legend(loc="upper right")
+        ax.set_ylabel(name.lower())
+        ax.set_title(f"{name} to the target, best learning rate")
+    ideal = [found[sizes[0]][0] * sizes[0] / b for b in sizes]
+    axes[0].plot(sizes, ideal, color=GREY, ls="--", lw=1, label="half the steps for twice the batch")
+    axes[0].set_ylim(0.7 * min(found[b][1] for b in sizes))
+    axes[0].legend(fontsize=8)
     return fig
 
 
-def view_zero(found):
-    "Gigabytes that a rank keeps under each ZeRO stage, stacked, with the GPU's memory as a line."
-    fig, ax = show.axes(figsize=(6.6, 3.2))
-    names = ["weights", "gradients", "optimizer state"]
-    stages = found["stages"]
-    base = [0.0] * 4
-    for part, (name, colour) in enumerate(zip(names, (BLUE, ORANGE, GREEN), strict=True)):
-        values = [s["parts"][part] for s in stages]
-        ax.barh(range(4), values, left=base, color=colour, label=name, height=0.66)
-        base = [b + v for b, v in zip(base, values, strict=True)]
-    right = 1.3 * max(base[0], found["memory"])
-    for s in stages:
-        ax.text(s["total"] + 0.01 * right, s["stage"], f"{s['total']:,.1f}", va="center", fontsize=9,
-                bbox={"color": "white", "pad": 1.5}, zorder=3)  # fmt: skip
-    ax.axvline(found["memory"], color=GREY, lw=1.2, ls="--")
-    ax.set_yticks(range(4), ["replicas", "stage 1", "stage 2", "stage 3"])
+def draw_scaling(found, ranks):
+    "Throughput over that of one GPU, measured and by the model: {kind: (measured, model)}."
+    fig, ax = show.axes(figsize=(6.6, 0.8 + 0.6 * len(found)))
+    for i, (run, model) in enumerate(found.values()):
+        ax.barh(i - 0.18, run, height=0.36, color=BLUE, label="measured" if i == 0 else None)
+        ax.barh(i + 0.18, model, height=0.36, color=SKY, label="model" if i == 0 else None)
+    ax.axvline(ranks, color=GREY, lw=1, ls="--")
+    ax.set_yticks(range(len(found)), list(found))
     ax.invert_yaxis()
-    ax.set_xlim(0, right)
-    ax.grid(False)
-    ax.set_xlabel(
-        f"GB on each of {found['ranks']} ranks; the dashed line is a memory of {found['memory']} GB"
-    )
-    ax.set_title(f"{found['billions']:g} billion parameters")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=3, fontsize=9)
-    return fig
-
-
-def draw_memory(curves):
-    "Bytes of full weights and gradients alive after each operator: {name: curve}."
-    fig, ax = show.axes(figsize=(6.6, 3.0))
-    for (name, curve), colour in zip(curves.items(), (RED, BLUE), strict=False):
-        at = [i / max(1, len(curve) - 1) for i in range(len(curve))]
-        ax.step(at, [n / 1e3 for n in curve], where="post", color=colour, label=name)
-    ax.set_xticks([0, 1], ["forward begins", "backward is over"])
-    ax.set_ylabel("KB alive")
-    ax.set_ylim(0)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    ax.set_xlabel(f"times one GPU (dashed: {ranks} GPUs, nothing lost)")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return fig

@@ -1,4 +1,4 @@
-"What lesson sharding keeps outside its cells: real ranks' communicator, a virtual clock, ZeRO's bytes."
+"What lesson sharding keeps outside its cells: torch.distributed by two names, a virtual clock, bytes."
 
 import contextlib
 import gc
@@ -13,13 +13,9 @@ from course_lib import meter
 
 
 class World:
-    """The default process group as the communicator of lesson data_parallel: `rank`, `size`, two collectives.
+    "`torch.distributed` for a function of `dist`: the calls of this lesson by names that 2.11 and 2.14 know."
 
-    The calls are torch.distributed's, under the names that 2.11 and 2.14 both understand. They sum.
-    """
-
-    def __init__(self):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    get_rank, get_world_size = staticmethod(dist.get_rank), staticmethod(dist.get_world_size)
 
     def all_gather_into_tensor(self, output_tensor, input_tensor, async_op=False):
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.14
@@ -40,14 +36,15 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """A communicator with a virtual clock: gathers take turns on a wire, beside what the rank computes.
+    """The `dist` of a simulated rank, with a virtual clock: gathers take turns on a wire, beside computation.
 
     A gather of n bytes takes n / `rate` seconds of the wire, from its launch or from the end of the gather
     before it. `compute(name, seconds)` lets the rank's own time pass, `now`. `spans` is the timeline.
     """
 
     def __init__(self, comm, rate):
-        self.comm, self.rate, self.rank, self.size = comm, rate, comm.rank, comm.size
+        self.comm, self.rate = comm, rate
+        self.get_rank, self.get_world_size = comm.get_rank, comm.get_world_size
         self.now, self.wire_free, self.spans = 0.0, 0.0, []
 
     def compute(self, name, seconds):
@@ -112,9 +109,10 @@ def parts_of(weight, ranks):
     return [part.clone() for part in row.split(n)]
 
 
-def own_part(tensors, comm):
+def own_part(tensors, dist):
     "This rank's part of several tensors taken as one row."
-    return parts_of(torch.cat([t.detach().flatten() for t in tensors]), comm.size)[comm.rank]
+    row = torch.cat([t.detach().flatten() for t in tensors])
+    return parts_of(row, dist.get_world_size())[dist.get_rank()]
 
 
 def explore_zero(billions=8.0, ranks=8, memory=141):

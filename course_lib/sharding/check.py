@@ -36,9 +36,14 @@ def _run(size, body, what):
 class _NamedDevices(TorchFunctionMode):
     "Refuses a new tensor of several numbers whose device isn't named: on GPUs it would be on the CPU."
 
+    def __init__(self, comm):
+        super().__init__()
+        self.comm = comm
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out, named = func(*args, **(kwargs or {})), (kwargs or {}).get("device") is not None
-        if func in _device_constructors() and not named and isinstance(out, torch.Tensor) and out.numel() > 1:
+        several = isinstance(out, torch.Tensor) and out.numel() > 1
+        if several and not named and func in _device_constructors() and not self.comm.busy:
             name = f"torch.{func.__name__} makes a tensor of shape {list(out.shape)} on the default device"
             raise core.Wrong(f"{name}: name the device of the tensors that it meets, as device=x.device")
         return out
@@ -123,7 +128,7 @@ def _adam(answer, ranks, shapes, dtype):
 
     def body(comm):
         params = [nn.Parameter(p.clone()) for p in start]
-        with _NamedDevices():
+        with _NamedDevices(comm):
             opt = answer(iter(params), comm, lr=lr, betas=betas, eps=eps)
         made = f"expected ShardedAdam(…) to make an object with a method step(), got {core.kind(opt)}"
         core.require(callable(getattr(opt, "step", None)), made)
@@ -131,7 +136,7 @@ def _adam(answer, ranks, shapes, dtype):
         for t, (step, (want, moments)) in enumerate(zip(grads, wants, strict=True)):
             for i, (p, g) in enumerate(zip(params, step[comm.rank], strict=True)):
                 p.grad = None if (t, comm.rank, i) in missing else g.clone()
-            with _NamedDevices():
+            with _NamedDevices(comm):
                 opt.step()
             where = f"rank {comm.rank} after step {t + 1}"
             for i, (p, w) in enumerate(zip(params, want, strict=True)):
@@ -227,7 +232,7 @@ def _layers(answer, ranks, widths, dtype):
         # Larger than the largest part: of three ranks or more, a copy of a weight in fp16 is found too.
         with sharding.watching(comm, at_least=1 + max(c[0].nbytes for c in cut)) as live:
             pairs = list(zip(parts, shapes, strict=True))
-            with _NamedDevices():
+            with _NamedDevices(comm):
                 y = forward(x, pairs, layer)
                 before, after, live.most_tensors = live.most_tensors, live.tensors, 0
                 y.square().sum().backward()
@@ -285,7 +290,7 @@ def prefetched(answer):
                 return (x + full[:3]).tanh() + full.mean()
 
             mine = [p[comm.rank].clone() for p in parts]
-            with sharding.watching(comm, at_least=x.itemsize * 60 * comm.size) as live, _NamedDevices():
+            with sharding.watching(comm, at_least=x.itemsize * 60 * comm.size) as live, _NamedDevices(comm):
                 got = answer(x.clone(), mine, layer, clock)
                 left = live.tensors
             core.equal(ran, list(range(len(takes))), f"{what}: the layers in the order of their calls")

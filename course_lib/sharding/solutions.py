@@ -20,16 +20,16 @@ def rank_bytes(model, stage, rank, ranks):
 class ShardedAdam:
     "Adam with its state in shards, one on each rank."
 
-    def __init__(self, params, comm, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
-        self.params, self.comm, self.lr, self.betas, self.eps = list(params), comm, lr, betas, eps
-        self.n = -(-sum(p.numel() for p in self.params) // comm.size)
+    def __init__(self, params, dist, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
+        self.params, self.dist, self.lr, self.betas, self.eps = list(params), dist, lr, betas, eps
+        self.n = -(-sum(p.numel() for p in self.params) // dist.get_world_size())
         self.m, self.v = (self.params[0].detach().new_zeros(self.n) for _ in range(2))
         self.t = 0
 
     @torch.no_grad()
     def step(self):
         def row(tensors):
-            full, at = self.m.new_zeros(self.n * self.comm.size), 0
+            full, at = self.m.new_zeros(self.n * self.dist.get_world_size()), 0
             for p, t in zip(self.params, tensors, strict=True):
                 if t is not None:
                     full[at : at + t.numel()] = t.flatten()
@@ -37,18 +37,18 @@ class ShardedAdam:
             return full
 
         grad = torch.empty_like(self.m)
-        self.comm.reduce_scatter_tensor(grad, row([p.grad for p in self.params]))
-        grad /= self.comm.size
+        self.dist.reduce_scatter_tensor(grad, row([p.grad for p in self.params]))
+        grad /= self.dist.get_world_size()
         self.t += 1
         b1, b2 = self.betas
         self.m.lerp_(grad, 1 - b1)
         self.v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
         weights, at = row(self.params), 0
-        mine = weights[self.comm.rank * self.n :][: self.n]
+        mine = weights[self.dist.get_rank() * self.n :][: self.n]
         root = (self.v / (1 - b2**self.t)).sqrt_().add_(self.eps)
         mine.addcdiv_(self.m, root, value=-self.lr / (1 - b1**self.t))
         del root
-        self.comm.all_gather_into_tensor(weights, mine.clone())
+        self.dist.all_gather_into_tensor(weights, mine.clone())
         for p in self.params:
             p.copy_(weights[at : at + p.numel()].view_as(p))
             at += p.numel()
@@ -58,36 +58,36 @@ class GatherComputeFree(torch.autograd.Function):
     "A linear layer whose weight is whole only while it computes."
 
     @staticmethod
-    def forward(ctx, x, part, shape, comm):
+    def forward(ctx, x, part, shape, dist):
         ctx.save_for_backward(x, part)
-        ctx.shape, ctx.comm = shape, comm
-        full = part.new_empty(len(part) * comm.size)
-        comm.all_gather_into_tensor(full, part)
+        ctx.shape, ctx.dist = shape, dist
+        full = part.new_empty(len(part) * dist.get_world_size())
+        dist.all_gather_into_tensor(full, part)
         return x @ full[: math.prod(shape)].view(shape).T
 
     @staticmethod
     def backward(ctx, grad):
-        "The gradients of x and of part, and None for shape and comm."
+        "The gradients of x and of part, and None for shape and dist."
         x, part = ctx.saved_tensors
         numbers = math.prod(ctx.shape)
-        full = part.new_empty(len(part) * ctx.comm.size)
-        ctx.comm.all_gather_into_tensor(full, part)
+        full = part.new_empty(len(part) * ctx.dist.get_world_size())
+        ctx.dist.all_gather_into_tensor(full, part)
         grad_x = grad @ full[:numbers].view(ctx.shape)
         del full
-        padded = part.new_zeros(len(part) * ctx.comm.size)
+        padded = part.new_zeros(len(part) * ctx.dist.get_world_size())
         torch.mm(grad.T, x, out=padded[:numbers].view(ctx.shape))
         grad_part = torch.empty_like(part)
-        ctx.comm.reduce_scatter_tensor(grad_part, padded)
-        return grad_x, grad_part / ctx.comm.size, None, None
+        ctx.dist.reduce_scatter_tensor(grad_part, padded)
+        return grad_x, grad_part / ctx.dist.get_world_size(), None, None
 
 
-def prefetched(x, parts, layer, comm):
+def prefetched(x, parts, layer, dist):
     "The layers in order; the next weight is gathered while a layer computes."
     def begin(i):
         if i == len(parts):
             return None, None
-        full = parts[i].new_empty(len(parts[i]) * comm.size)
-        return full, comm.all_gather_into_tensor(full, parts[i], async_op=True)
+        full = parts[i].new_empty(len(parts[i]) * dist.get_world_size())
+        return full, dist.all_gather_into_tensor(full, parts[i], async_op=True)
 
     following = begin(0)
     for i in range(len(parts)):

@@ -88,11 +88,11 @@ def stage_2_cuts_weights(model, stage, rank, ranks):
 class AdamInside:
     "Right: torch's own Adam on this rank's part of the row."
 
-    def __init__(self, params, comm, lr, betas, eps):
-        self.params, self.comm, self.t = list(params), comm, 0
+    def __init__(self, params, dist, lr, betas, eps):
+        self.params, self.dist, self.t = list(params), dist, 0
         self.numbers = sum(p.numel() for p in self.params)
-        self.n = math.ceil(self.numbers / comm.size)
-        self.part = nn.Parameter(self._row(self.params)[comm.rank].clone())
+        self.n = math.ceil(self.numbers / dist.get_world_size())
+        self.part = nn.Parameter(self._row(self.params)[dist.get_rank()].clone())
         self.adam = torch.optim.Adam([self.part], lr, betas, eps, foreach=False)
 
     m = property(lambda self: self.adam.state[self.part]["exp_avg"])
@@ -100,18 +100,20 @@ class AdamInside:
 
     def _row(self, tensors):
         row = torch.cat([t.detach().reshape(-1) for t in tensors])
-        return F.pad(row, (0, self.n * self.comm.size - len(row))).view(self.comm.size, self.n)
+        return F.pad(row, (0, self.n * self.dist.get_world_size() - len(row))).view(
+            self.dist.get_world_size(), self.n
+        )
 
     def step(self):
         self.t += 1
         self.part.grad = torch.empty_like(self.part)
         full = self._row(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)
-        self.comm.reduce_scatter_tensor(self.part.grad, full.flatten())
-        self.part.grad /= self.comm.size
+        self.dist.reduce_scatter_tensor(self.part.grad, full.flatten())
+        self.part.grad /= self.dist.get_world_size()
         self.adam.step()
         self.part.grad = None
         full = full.flatten()
-        self.comm.all_gather_into_tensor(full, self.part)
+        self.dist.all_gather_into_tensor(full, self.part)
         with torch.no_grad():
             sizes = [p.numel() for p in self.params]
             for p, new in zip(self.params, full[: self.numbers].split(sizes), strict=True):
@@ -123,7 +125,7 @@ class Scaled(solutions.ShardedAdam):
 
     @torch.no_grad()
     def step(self):
-        n, size, like = self.n, self.comm.size, self.params[0]
+        n, size, like = self.n, self.dist.get_world_size(), self.params[0]
         rows = []
         for tensors in ([p.grad for p in self.params], self.params):
             flat = [
@@ -132,14 +134,14 @@ class Scaled(solutions.ShardedAdam):
             ]
             rows.append(torch.cat([*flat, like.new_zeros(n * size - sum(map(len, flat)))]))
         grad = torch.empty_like(self.m)
-        self.comm.reduce_scatter_tensor(grad, rows[0] / size)
+        self.dist.reduce_scatter_tensor(grad, rows[0] / size)
         self.t = self.t + 1
         self.m = self.betas[0] * self.m + (1 - self.betas[0]) * grad
         self.v = self.betas[1] * self.v + (1 - self.betas[1]) * grad * grad
         m, v = (x / (1 - b**self.t) for x, b in zip((self.m, self.v), self.betas, strict=True))
-        mine = rows[1].view(size, n)[self.comm.rank] - self.lr * m / (torch.sqrt(v) + self.eps)
+        mine = rows[1].view(size, n)[self.dist.get_rank()] - self.lr * m / (torch.sqrt(v) + self.eps)
         out = torch.empty_like(rows[1])
-        self.comm.all_gather_into_tensor(out, mine)
+        self.dist.all_gather_into_tensor(out, mine)
         for p, new in zip(self.params, out.split([p.numel() for p in self.params] + [n * size - sum(
             p.numel() for p in self.params)])[: len(self.params)], strict=True):  # fmt: skip
             p.data = new.reshape(p.shape).clone()
@@ -148,9 +150,9 @@ class Scaled(solutions.ShardedAdam):
 class _Steps:
     "A step in parts that the wrong answers change."
 
-    def __init__(self, params, comm, lr, betas, eps):
-        self.params, self.comm, self.lr, self.betas, self.eps, self.t = list(params), comm, lr, betas, eps, 0
-        self.n = -(-sum(p.numel() for p in self.params) // comm.size)
+    def __init__(self, params, dist, lr, betas, eps):
+        self.params, self.dist, self.lr, self.betas, self.eps, self.t = list(params), dist, lr, betas, eps, 0
+        self.n = -(-sum(p.numel() for p in self.params) // dist.get_world_size())
         self.m, self.v = (self.params[0].detach().new_zeros(self.n) for _ in range(2))
 
     def row(self, tensors):
@@ -159,18 +161,18 @@ class _Steps:
             for p, t in zip(self.params, tensors, strict=True)
         ]
         flat = torch.cat(flat).detach()
-        return F.pad(flat, (0, self.n * self.comm.size - len(flat)))
+        return F.pad(flat, (0, self.n * self.dist.get_world_size() - len(flat)))
 
     def own(self, row):
-        return row[self.comm.rank * self.n :][: self.n].clone()
+        return row[self.dist.get_rank() * self.n :][: self.n].clone()
 
     def grads(self):
         return self.row([p.grad for p in self.params])
 
     def mean(self):
         grad = torch.empty_like(self.m)
-        self.comm.reduce_scatter_tensor(grad, self.grads())
-        return grad / self.comm.size
+        self.dist.reduce_scatter_tensor(grad, self.grads())
+        return grad / self.dist.get_world_size()
 
     def square(self, grad):
         return grad**2
@@ -192,7 +194,7 @@ class _Steps:
         self.v.lerp_(self.square(grad), 1 - self.betas[1])
         (c1, c2), row = self.corrections(), self.row(self.params)
         mine = self.own(row) - self.lr * self.m / c1 / ((self.v / c2).sqrt() + self.eps)
-        self.comm.all_gather_into_tensor(row, mine)
+        self.dist.all_gather_into_tensor(row, mine)
         self.spread(row)
 
 
@@ -202,14 +204,14 @@ def _adam(name, **changed):
 
 def _squares(self, grad):
     square = torch.empty_like(self.m)
-    self.comm.reduce_scatter_tensor(square, self.grads() ** 2)
-    return square / self.comm.size
+    self.dist.reduce_scatter_tensor(square, self.grads() ** 2)
+    return square / self.dist.get_world_size()
 
 
 def _all_reduced(self):
     row = self.grads()
-    self.comm.all_reduce(row)
-    return self.own(row) / self.comm.size
+    self.dist.all_reduce(row)
+    return self.own(row) / self.dist.get_world_size()
 
 
 class keeps_full_rows(_Steps):
@@ -221,13 +223,13 @@ class keeps_full_rows(_Steps):
 class drops_the_remainder(_Steps):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.n = sum(p.numel() for p in self.params) // self.comm.size
+        self.n = sum(p.numel() for p in self.params) // self.dist.get_world_size()
         self.m, self.v = (self.params[0].detach().new_zeros(self.n) for _ in range(2))
 
     def row(self, tensors):
         flat = torch.cat([t.flatten() for t in tensors]).detach()
-        self.rest = flat[self.n * self.comm.size :].clone()
-        return flat[: self.n * self.comm.size].clone()
+        self.rest = flat[self.n * self.dist.get_world_size() :].clone()
+        return flat[: self.n * self.dist.get_world_size()].clone()
 
     def spread(self, row):
         super().spread(torch.cat([row, self.rest]))
@@ -236,7 +238,7 @@ class drops_the_remainder(_Steps):
 class skips_none(_Steps):
     def row(self, tensors):
         flat = torch.cat([t.flatten() for t in tensors if t is not None]).detach()
-        return F.pad(flat, (0, self.n * self.comm.size - len(flat)))
+        return F.pad(flat, (0, self.n * self.dist.get_world_size() - len(flat)))
 
 
 class state_in_float32(_Steps):
@@ -248,9 +250,9 @@ class state_in_float32(_Steps):
 # --- sharding.3: gather, compute, free --------------------------------------------------------
 
 
-def _gather(part, shape, comm):
-    full = part.new_empty(len(part) * comm.size)
-    comm.all_gather_into_tensor(full, part)
+def _gather(part, shape, dist):
+    full = part.new_empty(len(part) * dist.get_world_size())
+    dist.all_gather_into_tensor(full, part)
     return full[: math.prod(shape)].view(shape)
 
 
@@ -258,25 +260,30 @@ class _Layer(torch.autograd.Function):
     "The reference in parts that the wrong answers change."
 
     @staticmethod
-    def forward(ctx, x, part, shape, comm):
+    def forward(ctx, x, part, shape, dist):
         ctx.save_for_backward(x, part)
-        ctx.shape, ctx.comm = shape, comm
-        return x @ _gather(part, shape, comm).T
+        ctx.shape, ctx.dist = shape, dist
+        return x @ _gather(part, shape, dist).T
 
     @staticmethod
     def backward(ctx, grad):
         x, part = ctx.saved_tensors
-        return _back(ctx, grad, x, part, _gather(part, ctx.shape, ctx.comm))
+        return _back(ctx, grad, x, part, _gather(part, ctx.shape, ctx.dist))
 
 
 def _back(ctx, grad, x, part, w, finish=None):
     grad_x = grad @ w
     del w
-    padded = part.new_zeros(len(part) * ctx.comm.size)
+    padded = part.new_zeros(len(part) * ctx.dist.get_world_size())
     padded[: math.prod(ctx.shape)] = (grad.T @ x).flatten()
     out = torch.empty_like(part)
-    ctx.comm.reduce_scatter_tensor(out, padded)
-    return grad_x, out / ctx.comm.size if finish is None else finish(out, ctx.comm.size), None, None
+    ctx.dist.reduce_scatter_tensor(out, padded)
+    return (
+        grad_x,
+        out / ctx.dist.get_world_size() if finish is None else finish(out, ctx.dist.get_world_size()),
+        None,
+        None,
+    )
 
 
 def _layer(forward=None, backward=None):
@@ -288,22 +295,22 @@ class Einsum(torch.autograd.Function):
     "Right: einsum, F.pad, everything on ctx."
 
     @staticmethod
-    def forward(ctx, x, part, shape, comm):
-        ctx.kept = x.detach(), part.detach(), tuple(shape), comm
-        full = torch.empty(part.numel() * comm.size, dtype=part.dtype, device=part.device)
-        comm.all_gather_into_tensor(full, part.detach())
+    def forward(ctx, x, part, shape, dist):
+        ctx.kept = x.detach(), part.detach(), tuple(shape), dist
+        full = torch.empty(part.numel() * dist.get_world_size(), dtype=part.dtype, device=part.device)
+        dist.all_gather_into_tensor(full, part.detach())
         return torch.einsum("ni,oi->no", x, full[: shape[0] * shape[1]].reshape(shape))
 
     @staticmethod
     def backward(ctx, grad):
-        x, part, shape, comm = ctx.kept
-        full = torch.empty(part.numel() * comm.size, dtype=part.dtype, device=part.device)
-        comm.all_gather_into_tensor(full, part)
+        x, part, shape, dist = ctx.kept
+        full = torch.empty(part.numel() * dist.get_world_size(), dtype=part.dtype, device=part.device)
+        dist.all_gather_into_tensor(full, part)
         gx = torch.einsum("no,oi->ni", grad, full[: shape[0] * shape[1]].reshape(shape))
-        full[: shape[0] * shape[1]] = torch.einsum("no,ni->oi", grad / comm.size, x).flatten()
+        full[: shape[0] * shape[1]] = torch.einsum("no,ni->oi", grad / dist.get_world_size(), x).flatten()
         full[shape[0] * shape[1] :] = 0
         gp = torch.empty_like(part)
-        comm.reduce_scatter_tensor(gp, full)
+        dist.reduce_scatter_tensor(gp, full)
         return gx, gp, None, None
 
 
@@ -311,27 +318,27 @@ class Linear(torch.autograd.Function):
     "Right: F.linear; the gradient into the memory of the weight."
 
     @staticmethod
-    def forward(ctx, x, part, shape, comm):
+    def forward(ctx, x, part, shape, dist):
         ctx.save_for_backward(x, part)
-        ctx.args = shape, comm
-        return F.linear(x, _gather(part, shape, comm))
+        ctx.args = shape, dist
+        return F.linear(x, _gather(part, shape, dist))
 
     @staticmethod
     def backward(ctx, grad):
-        (x, part), (shape, comm) = ctx.saved_tensors, ctx.args
-        grad_x = F.linear(grad, _gather(part, shape, comm).T)
+        (x, part), (shape, dist) = ctx.saved_tensors, ctx.args
+        grad_x = F.linear(grad, _gather(part, shape, dist).T)
         flat = (grad.mT @ x).reshape(-1)
-        flat = F.pad(flat, (0, len(part) * comm.size - len(flat)))
+        flat = F.pad(flat, (0, len(part) * dist.get_world_size() - len(flat)))
         out = torch.zeros_like(part)
-        comm.reduce_scatter_tensor(out, flat)
-        return grad_x, out.div_(comm.size), None, None
+        dist.reduce_scatter_tensor(out, flat)
+        return grad_x, out.div_(dist.get_world_size()), None, None
 
 
 def _keeps(kept):
-    def forward(ctx, x, part, shape, comm):
-        w = _gather(part, shape, comm)
+    def forward(ctx, x, part, shape, dist):
+        w = _gather(part, shape, dist)
         ctx.save_for_backward(x, part)
-        ctx.shape, ctx.comm, ctx.w = shape, comm, kept(w)
+        ctx.shape, ctx.dist, ctx.w = shape, dist, kept(w)
         return x @ w.T
 
     def backward(ctx, grad):
@@ -344,58 +351,58 @@ def _keeps(kept):
 def _finish(finish):
     def backward(ctx, grad):
         x, part = ctx.saved_tensors
-        return _back(ctx, grad, x, part, _gather(part, ctx.shape, ctx.comm), finish)
+        return _back(ctx, grad, x, part, _gather(part, ctx.shape, ctx.dist), finish)
 
     return _layer(None, backward)
 
 
 def _all_reduced_gradient(ctx, grad):
-    (x, part), comm = ctx.saved_tensors, ctx.comm
-    grad_x = grad @ _gather(part, ctx.shape, comm)
-    full = part.new_zeros(len(part) * comm.size)
+    (x, part), dist = ctx.saved_tensors, ctx.dist
+    grad_x = grad @ _gather(part, ctx.shape, dist)
+    full = part.new_zeros(len(part) * dist.get_world_size())
     full[: math.prod(ctx.shape)] = (grad.T @ x).flatten()
-    comm.all_reduce(full)
-    return grad_x, full[comm.rank * len(part) :][: len(part)] / comm.size, None, None
+    dist.all_reduce(full)
+    return grad_x, full[dist.get_rank() * len(part) :][: len(part)] / dist.get_world_size(), None, None
 
 
 def _three_at_once(ctx, grad):
-    (x, part), comm = ctx.saved_tensors, ctx.comm
-    w = _gather(part, ctx.shape, comm)
+    (x, part), dist = ctx.saved_tensors, ctx.dist
+    w = _gather(part, ctx.shape, dist)
     full = grad.T @ x
-    padded = F.pad(full.flatten(), (0, len(part) * comm.size - full.numel()))
+    padded = F.pad(full.flatten(), (0, len(part) * dist.get_world_size() - full.numel()))
     out = torch.empty_like(part)
-    comm.reduce_scatter_tensor(out, padded)
-    return grad @ w, out / comm.size, None, None
+    dist.reduce_scatter_tensor(out, padded)
+    return grad @ w, out / dist.get_world_size(), None, None
 
 
-def _whole_rows(ctx, x, part, shape, comm):
+def _whole_rows(ctx, x, part, shape, dist):
     ctx.save_for_backward(x, part)
-    ctx.shape, ctx.comm = shape, comm
-    w = _gather(part, shape, comm)
-    w[shape[0] // comm.size * comm.size :] = 0
+    ctx.shape, ctx.dist = shape, dist
+    w = _gather(part, shape, dist)
+    w[shape[0] // dist.get_world_size() * dist.get_world_size() :] = 0
     return x @ w.T
 
 
-def _on_the_default_device(ctx, x, part, shape, comm):
+def _on_the_default_device(ctx, x, part, shape, dist):
     ctx.save_for_backward(x, part)
-    ctx.shape, ctx.comm = shape, comm
-    full = torch.empty(len(part) * comm.size, dtype=part.dtype)
-    comm.all_gather_into_tensor(full, part)
+    ctx.shape, ctx.dist = shape, dist
+    full = torch.empty(len(part) * dist.get_world_size(), dtype=part.dtype)
+    dist.all_gather_into_tensor(full, part)
     return x @ full[: math.prod(shape)].view(shape).T
 
 
 # --- sharding.4: prefetch ---------------------------------------------------------------------
 
 
-def two_buffers(x, parts, layer, comm):
+def two_buffers(x, parts, layer, dist):
     "Right: two buffers by turns, views of them."
-    longest = max(map(len, parts), default=0) * comm.size
+    longest = max(map(len, parts), default=0) * dist.get_world_size()
     buffers = [parts[0].new_empty(longest) for _ in range(2 * bool(parts))]
     works = []
     for i in range(len(parts) + 1):
         if i < len(parts):
-            view = buffers[i % 2][: len(parts[i]) * comm.size]
-            works.append((view, comm.all_gather_into_tensor(view, parts[i], async_op=True)))
+            view = buffers[i % 2][: len(parts[i]) * dist.get_world_size()]
+            works.append((view, dist.all_gather_into_tensor(view, parts[i], async_op=True)))
         if i:
             x = layer(i - 1, x, works[i - 1][0])
         if i < len(parts):
@@ -403,14 +410,14 @@ def two_buffers(x, parts, layer, comm):
     return x
 
 
-def generator(x, parts, layer, comm):
+def generator(x, parts, layer, dist):
     "Right: a generator that is one gather ahead."
 
     def gathered():
         ahead = None
         for part in parts:
-            full = torch.zeros(part.numel() * comm.size, dtype=part.dtype, device=part.device)
-            work = comm.all_gather_into_tensor(full, part, async_op=True)
+            full = torch.zeros(part.numel() * dist.get_world_size(), dtype=part.dtype, device=part.device)
+            work = dist.all_gather_into_tensor(full, part, async_op=True)
             if ahead is not None:
                 yield ahead.pop()
             work.wait()
@@ -425,37 +432,37 @@ def generator(x, parts, layer, comm):
     return x
 
 
-def _begin(part, comm):
-    full = part.new_empty(len(part) * comm.size)
-    return full, comm.all_gather_into_tensor(full, part, async_op=True)
+def _begin(part, dist):
+    full = part.new_empty(len(part) * dist.get_world_size())
+    return full, dist.all_gather_into_tensor(full, part, async_op=True)
 
 
-def waits_for_each(x, parts, layer, comm):
+def waits_for_each(x, parts, layer, dist):
     for i, part in enumerate(parts):
-        full, work = _begin(part, comm)
+        full, work = _begin(part, dist)
         work.wait()
         x = layer(i, x, full)
         del full
     return x
 
 
-def begins_after_the_layer(x, parts, layer, comm):
-    following = _begin(parts[0], comm) if parts else None
+def begins_after_the_layer(x, parts, layer, dist):
+    following = _begin(parts[0], dist) if parts else None
     for i in range(len(parts)):
         full, work = following
         work.wait()
         x = layer(i, x, full)
         del full
-        following = _begin(parts[i + 1], comm) if i + 1 < len(parts) else None
+        following = _begin(parts[i + 1], dist) if i + 1 < len(parts) else None
     return x
 
 
-def waits_before_the_layer(x, parts, layer, comm):
-    following = _begin(parts[0], comm) if parts else None
+def waits_before_the_layer(x, parts, layer, dist):
+    following = _begin(parts[0], dist) if parts else None
     for i in range(len(parts)):
         full, work = following
         work.wait()
-        following = _begin(parts[i + 1], comm) if i + 1 < len(parts) else None
+        following = _begin(parts[i + 1], dist) if i + 1 < len(parts) else None
         if following:
             following[1].wait()
         x = layer(i, x, full)
@@ -463,28 +470,28 @@ def waits_before_the_layer(x, parts, layer, comm):
     return x
 
 
-def two_ahead(x, parts, layer, comm):
-    waiting = [_begin(part, comm) for part in parts[:2]]
+def two_ahead(x, parts, layer, dist):
+    waiting = [_begin(part, dist) for part in parts[:2]]
     for i in range(len(parts)):
         full, work = waiting.pop(0)
         work.wait()
         if i + 2 < len(parts):
-            waiting.append(_begin(parts[i + 2], comm))
+            waiting.append(_begin(parts[i + 2], dist))
         x = layer(i, x, full)
         del full
     return x
 
 
-def in_float32(x, parts, layer, comm):
-    return solutions.prefetched(x, [part.float() for part in parts], layer, comm)
+def in_float32(x, parts, layer, dist):
+    return solutions.prefetched(x, [part.float() for part in parts], layer, dist)
 
 
-def round_again(x, parts, layer, comm):
-    following = _begin(parts[0], comm) if parts else None
+def round_again(x, parts, layer, dist):
+    following = _begin(parts[0], dist) if parts else None
     for i in range(len(parts)):
         full, work = following
         work.wait()
-        following = _begin(parts[(i + 1) % len(parts)], comm)
+        following = _begin(parts[(i + 1) % len(parts)], dist)
         x = layer(i, x, full)
         del full
     if following:
@@ -492,10 +499,10 @@ def round_again(x, parts, layer, comm):
     return x
 
 
-def never_waits(x, parts, layer, comm):
+def never_waits(x, parts, layer, dist):
     works = []
     for i, part in enumerate(parts):
-        full, work = _begin(part, comm)
+        full, work = _begin(part, dist)
         works.append(work)
         x = layer(i, x, full)
     for work in works:
@@ -599,7 +606,7 @@ MUTANTS = {
     ],
     "sharding.2": [
         _adam("no_bias_correction", corrections=lambda self: (1, 1)),
-        _adam("sums", mean=lambda self: _Steps.mean(self) * self.comm.size),
+        _adam("sums", mean=lambda self: _Steps.mean(self) * self.dist.get_world_size()),
         _adam("mean_of_squares", square=_squares),
         _adam("all_reduces", mean=_all_reduced),
         keeps_full_rows,

@@ -38,15 +38,15 @@ def steps_of(n):
 
 def sharded_steps():
     "The weights at the start and after five steps on this rank, whose own seed made other weights."
-    model, comm = Tied(), sharding.World()
+    model, world = Tied(), sharding.World()
     own = model.mix.weight.detach().clone()
     with torch.no_grad():
         for p in model.parameters():
             dist.broadcast(p, 0)
     start = {k: v.clone() for k, v in model.state_dict().items()}
-    opt = solutions.ShardedAdam(model.parameters(), comm, lr=0.05)
+    opt = solutions.ShardedAdam(model.parameters(), world, lr=0.05)
     for x in steps_of(5):
-        model.loss(x.chunk(comm.size)[comm.rank]).backward()
+        model.loss(x.chunk(2)[dist.get_rank()]).backward()
         opt.step()
         model.zero_grad()
     return own, start, [p.detach() for p in model.parameters()], opt.m.numel()
@@ -69,12 +69,12 @@ def test_sharded_adam_on_real_ranks_is_adam_in_one_process(pair):
 
 
 def layer_on_a_rank(weight, xs):
-    comm = sharding.World()
-    part = nn.Parameter(sharding.parts_of(weight, comm.size)[comm.rank])
-    x = xs[comm.rank].clone().requires_grad_()
-    y = solutions.GatherComputeFree.apply(x, part, weight.shape, comm)
+    world = sharding.World()
+    part = nn.Parameter(sharding.parts_of(weight, 2)[dist.get_rank()])
+    x = xs[dist.get_rank()].clone().requires_grad_()
+    y = solutions.GatherComputeFree.apply(x, part, weight.shape, world)
     y.square().sum().backward()
-    ahead = solutions.prefetched(x.detach(), [part], lambda i, x, full: x.sum() + full.sum(), comm)
+    ahead = solutions.prefetched(x.detach(), [part], lambda i, x, full: x.sum() + full.sum(), world)
     return y, x.grad, part.grad, ahead
 
 
