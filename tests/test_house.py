@@ -117,7 +117,7 @@ def sizes():
         # An exercise of several ranks costs its check more.
         found[f"{topic}'s checks"] = (
             lines(*checks),
-            len(exercises) * (100 if topic == "data_parallel" else 40),
+            len(exercises) * (100 if topic in ("data_parallel", "sharding") else 40),
         )
     return found
 
