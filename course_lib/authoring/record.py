@@ -118,7 +118,8 @@ def _record(path, args):
     if found := outputs.problems(nb):
         raise CourseError(f"{path.stem}: {found[0]}; nothing was recorded")
     notebook.save(nb, args.out / path.name if args.out else path)
-    lines = [f"{path.stem}: {count} cells and {len(figures) if source else 0} figures recorded"]
+    took = sum(ran.seconds for ran in done.values())  # to plan the next recording
+    lines = [f"{path.stem}: {count} cells and {len(figures) if source else 0} figures recorded, {took:.0f} s"]
     return "\n  ".join(lines + prose.problems(nb, notebook.stamp(nb).get("figures", {})))
 
 
