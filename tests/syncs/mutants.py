@@ -35,7 +35,7 @@ def _train(model, opt, batches, log, every, *, clip=None, worst=None, guess_of=N
         opt.step()
         loss, guess = loss.detach(), logits.argmax(1)
         right = right + (known & (guess == y)).sum()
-        classes = torch.arange(logits.shape[1])
+        classes = torch.arange(logits.shape[1], device=x.device)
         guesses = guesses + (guess_of(guess, classes) if guess_of else (guess[:, None] == classes).sum(0))
         best = loss if best is None else torch.minimum(best, loss)
         hardest.append(worst(x, each) if worst else x[each.argmax()[None]])
@@ -333,7 +333,7 @@ def forgets_kernels_under_kernels(events):
 
 def by_a_batched_product(x, lengths):
     "Right: the mask as a row of weights, one bmm; what doesn't count is replaced before."
-    inside = torch.arange(x.shape[1]).expand(x.shape[0], -1).lt(lengths.unsqueeze(1))
+    inside = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1).lt(lengths.unsqueeze(1))
     clean = torch.where(inside.unsqueeze(2), x, x.new_zeros(()))
     weights = inside.to(x.dtype) / lengths.clamp(min=1).to(x.dtype).unsqueeze(1)
     return torch.einsum("nt,ntd->nd", weights, clean)
@@ -341,13 +341,13 @@ def by_a_batched_product(x, lengths):
 
 def by_a_running_sum(x, lengths):
     "Right: replaced, averaged over all rows, and scaled."
-    outside = torch.arange(x.shape[1])[None] >= lengths[:, None]
+    outside = torch.arange(x.shape[1], device=x.device)[None] >= lengths[:, None]
     total = x.clone().masked_fill_(outside[:, :, None], 0).mean(1) * x.shape[1]
     return total.div(lengths.clamp(min=1)[:, None])
 
 
 def multiplies_by_the_mask(x, lengths):
-    inside = torch.arange(x.shape[1]) < lengths[:, None]
+    inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
     return (x * inside[..., None]).sum(1) / lengths[:, None].clamp(min=1)
 
 
@@ -359,8 +359,8 @@ def a_loop_over_the_rows(x, lengths):
 
 
 def by_a_boolean_mask(x, lengths):
-    inside = torch.arange(x.shape[1]) < lengths[:, None]
-    rows = torch.arange(x.shape[0])[:, None].expand(inside.shape)[inside]
+    inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    rows = torch.arange(x.shape[0], device=x.device)[:, None].expand(inside.shape)[inside]
     total = x.new_zeros(x.shape[0], x.shape[2]).index_add_(0, rows, x[inside])
     return total / lengths[:, None].clamp(min=1)
 
