@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import meter
@@ -51,6 +52,32 @@ def counting():
     # The outer mode sees what the inner one lets through, and hides no line of the learner from it.
     with _Unknown() as unknown, meter.count(portable=False) as counts:
         yield counts, unknown.names
+
+
+class _Copies(TorchFunctionMode):
+    "Counts copies from ordinary memory to torch's meta device."
+
+    n = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func.__name__
+        if name in ("tensor", "as_tensor", "new_tensor", "to") and out.device.type == "meta":
+            data = [*args, *(kwargs or {}).values()][name == "new_tensor"]
+            self.n += not isinstance(data, torch.Tensor) or data.device.type == "cpu"
+        return out
+
+
+def on_meta(fn, *args):
+    """Call `fn` on the meta device, which has no values and stands for a GPU.
+
+    Gives the number of copies from ordinary memory to it, and what was raised where devices are mixed.
+    """
+    with _Copies() as copies:
+        try:
+            fn(*args)
+        except Exception as e:  # most others only say that a value is missing
+            return copies.n, str(e) if "on the expected device" in str(e) else None
+    return copies.n, None
 
 
 class Wait(NamedTuple):

@@ -123,16 +123,20 @@ def draw_ratios(ratios, xlabel, ylabel):
 
 
 def draw_ladder(ms):
-    "ms of a step after each change, as bars with the fastest and slowest round: {change: [ms, ...]}."
+    """ms of a step after each change, as bars with the fastest and slowest round: {change: [ms, ...]}.
+
+    The factor is the median over the rounds of the first bar's ms divided by this bar's.
+    """
     fig, ax = show.axes(figsize=(7.2, 0.7 + 0.42 * len(ms)))
     medians = [statistics.median(t) for t in ms.values()]
     spread = [[m - min(t) for m, t in zip(medians, ms.values(), strict=True)],
               [max(t) - m for m, t in zip(medians, ms.values(), strict=True)]]  # fmt: skip
     ax.barh(list(ms), medians, xerr=spread, color=show.COLOURS[0], ecolor=show.COLOURS[6], capsize=3)
-    for i, (m, up) in enumerate(zip(medians, spread[1], strict=True)):
-        ax.annotate(
-            f"{m:.3g} ms, {medians[0] / m:.1f}×", (m + up, i), (6, 0), textcoords="offset points", va="center"
-        )
+    first = next(iter(ms.values()))
+    for i, (m, times) in enumerate(zip(medians, ms.values(), strict=True)):
+        faster = statistics.median(a / b for a, b in zip(first, times, strict=True))
+        text, place = f"{m:.3g} ms, {faster:.2f}×", (max(times), i)
+        ax.annotate(text, place, (6, 0), textcoords="offset points", va="center")
     ax.set(xlabel="ms a step", xlim=(0, 1.35 * max(max(t) for t in ms.values())))
     ax.invert_yaxis()
     ax.grid(False, axis="y")

@@ -19,8 +19,9 @@ def train(model, opt, batches, log=print, every=10):
         opt.zero_grad()
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        factor = (1 / norm).clamp(max=1)
         for p in model.parameters():
-            p.grad *= (1 / norm).clamp(max=1)
+            p.grad *= factor
         opt.step()
         loss, guess = loss.detach(), logits.argmax(1)
         right = right + (known & (guess == y)).sum()

@@ -2,8 +2,10 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import itertools
 import math
+import queue
 import statistics
 import threading
 
@@ -35,7 +37,7 @@ def _train(model, opt, batches, log, every, *, clip=None, worst=None, guess_of=N
         opt.step()
         loss, guess = loss.detach(), logits.argmax(1)
         right = right + (known & (guess == y)).sum()
-        classes = torch.arange(logits.shape[1])
+        classes = torch.arange(logits.shape[1], device=x.device)
         guesses = guesses + (guess_of(guess, classes) if guess_of else (guess[:, None] == classes).sum(0))
         best = loss if best is None else torch.minimum(best, loss)
         hardest.append(worst(x, each) if worst else x[each.argmax()[None]])
@@ -122,6 +124,27 @@ def counts_by_an_operator_that_waits(*args):
         return torch.histc(guess.float(), len(classes), 0, len(classes) - 1).long()
 
     return _train(*args, guess_of=guess_of)
+
+
+def copies_a_number_in_every_step(*args):
+    return _train(*args, clip=lambda norm: torch.minimum(1 / norm, torch.tensor(1.0, device=norm.device)))
+
+
+def counts_on_another_device(*args):
+    def guess_of(guess, classes):
+        return (guess[:, None] == torch.arange(len(classes))).sum(0)
+
+    return _train(*args, guess_of=guess_of)
+
+
+def keeps_every_batch(*args):
+    kept = []
+    return _train(*args, worst=lambda x, each: kept.append(x) or x[each.argmax()[None]])
+
+
+def changes_the_labels(model, opt, batches, log, every):
+    changed = ((x, y.clamp_(min=-1)) for x, y in batches)
+    return solutions.train(model, opt, changed, log, every)
 
 
 # --- syncs.2: the watch on a thread ----------------------------------------------------
@@ -250,6 +273,20 @@ class MissesInfinity(solutions.NanWatch):
                 self.bad.set()
 
 
+class WaitsForASecond(solutions.NanWatch):
+    def finish(self):
+        self.copies.put(None)
+        self.thread.join(1)
+        return self.bad.is_set()
+
+
+class LosesWhatIsLate(solutions.NanWatch):
+    def __call__(self, loss):
+        with contextlib.suppress(queue.Full):
+            self.copies.put(self.fetch(loss), timeout=0.5)
+        return self.bad.is_set()
+
+
 class LeavesTheThread(solutions.NanWatch):
     def finish(self):
         while not self.copies.empty():
@@ -333,7 +370,7 @@ def forgets_kernels_under_kernels(events):
 
 def by_a_batched_product(x, lengths):
     "Right: the mask as a row of weights, one bmm; what doesn't count is replaced before."
-    inside = torch.arange(x.shape[1]).expand(x.shape[0], -1).lt(lengths.unsqueeze(1))
+    inside = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1).lt(lengths.unsqueeze(1))
     clean = torch.where(inside.unsqueeze(2), x, x.new_zeros(()))
     weights = inside.to(x.dtype) / lengths.clamp(min=1).to(x.dtype).unsqueeze(1)
     return torch.einsum("nt,ntd->nd", weights, clean)
@@ -341,13 +378,13 @@ def by_a_batched_product(x, lengths):
 
 def by_a_running_sum(x, lengths):
     "Right: replaced, averaged over all rows, and scaled."
-    outside = torch.arange(x.shape[1])[None] >= lengths[:, None]
+    outside = torch.arange(x.shape[1], device=x.device)[None] >= lengths[:, None]
     total = x.clone().masked_fill_(outside[:, :, None], 0).mean(1) * x.shape[1]
     return total.div(lengths.clamp(min=1)[:, None])
 
 
 def multiplies_by_the_mask(x, lengths):
-    inside = torch.arange(x.shape[1]) < lengths[:, None]
+    inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
     return (x * inside[..., None]).sum(1) / lengths[:, None].clamp(min=1)
 
 
@@ -359,8 +396,8 @@ def a_loop_over_the_rows(x, lengths):
 
 
 def by_a_boolean_mask(x, lengths):
-    inside = torch.arange(x.shape[1]) < lengths[:, None]
-    rows = torch.arange(x.shape[0])[:, None].expand(inside.shape)[inside]
+    inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    rows = torch.arange(x.shape[0], device=x.device)[:, None].expand(inside.shape)[inside]
     total = x.new_zeros(x.shape[0], x.shape[2]).index_add_(0, rows, x[inside])
     return total / lengths[:, None].clamp(min=1)
 
@@ -377,6 +414,10 @@ def by_segments(x, lengths):
 
 def always_single_precision(x, lengths):
     return solutions.pool(x.float(), lengths)
+
+
+def without_a_gradient(x, lengths):
+    return solutions.pool(x.detach(), lengths)
 
 
 def cleans_nan_first(x, lengths):
@@ -454,6 +495,19 @@ class KeepsEveryStep(solutions.SlowSteps):
         return super().__call__(seconds)
 
 
+class LearnsFromOrdinarySteps(_Window):
+    def __call__(self, seconds):
+        self.calls += 1
+        slow = len(self.recent) == self.recent.maxlen and self.judge(seconds)
+        if self.calls > self.warmup and not slow:
+            self.recent.append(seconds)
+        return slow
+
+    def judge(self, seconds):
+        level, spread = self.spread()
+        return seconds > level + max(8 * spread, 0.2 * level)
+
+
 class IgnoresItsArguments(solutions.SlowSteps):
     def __init__(self, warmup, window):
         super().__init__()
@@ -468,13 +522,16 @@ RIGHT = {
 }
 MUTANTS = {
     "syncs.1": [leaves_the_index, reads_late_but_within_the_loop, takes_all_batches_first, logs_every_step,
-                scales_every_gradient_to_one, the_hardest_may_be_unknown, counts_by_an_operator_that_waits],
+                scales_every_gradient_to_one, the_hardest_may_be_unknown, counts_by_an_operator_that_waits,
+                copies_a_number_in_every_step, counts_on_another_device,
+                keeps_every_batch, changes_the_labels],
     "syncs.2": [WaitsInTheCall, AnyNumberMayWait, OneMoreMayWait, StopsLookingAtTheFirst, ReadsWithoutWaiting,
-                CopiesOnTheThread, MissesInfinity, LeavesTheThread, KeepsEveryLoss],
+                CopiesOnTheThread, MissesInfinity, LeavesTheThread, KeepsEveryLoss, WaitsForASecond,
+                LosesWhatIsLate],
     "syncs.3": [kernels_only, forgets_kernels_under_kernels, the_innermost_operator,
                 an_operator_of_another_process, any_call_that_synchronizes],
     "syncs.4": [multiplies_by_the_mask, a_loop_over_the_rows, by_a_boolean_mask, by_segments,
-                always_single_precision, cleans_nan_first],
+                always_single_precision, cleans_nan_first, without_a_gradient],
     "syncs.5": [OnlyUnusual, OnlyLonger, EightStandardDeviations, FastOnesToo, KeepsEveryStep,
-                IgnoresItsArguments],
+                IgnoresItsArguments, LearnsFromOrdinarySteps],
 }  # fmt: skip

@@ -195,3 +195,16 @@ def test_ragged_and_batches():
     assert bool((x.isnan().any(2).sum(1) == 64 - lengths).all())
     labels = collections.Counter(y for _, ys in syncs.batches(4) for y in ys.tolist())
     assert labels[-1] > 10
+
+
+def test_on_meta_counts_copies_and_sees_mixed_devices():
+    x = torch.ones(3, 4, device="meta")
+
+    def copies(x):
+        torch.tensor(1.0, device=x.device), x.new_tensor([1.0]), torch.zeros(3).to(x.device)
+        torch.full((), 1.0, device=x.device), x.new_zeros(()), torch.tensor(1.0) + x, x.to(x.device)
+
+    assert syncs.on_meta(copies, x) == (3, None)
+    n, error = syncs.on_meta(lambda x: x + torch.arange(4), x)
+    assert n == 0 and "device" in error
+    assert syncs.on_meta(lambda x: x.sum().item(), x) == (0, None)
