@@ -172,7 +172,7 @@ def keywords_become_positions(fn, count):
 
 def merges_equal_calls(fn, count):
     graph, seen = solutions.capture(fn, count), {}
-    for node in graph.find_nodes(op="call_function"):
+    for node in [n for n in graph.nodes if n.op == "call_function"]:
         first = seen.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -273,7 +273,7 @@ def writes_expressions_within_expressions(graph, shapes):
     head, *lines = solutions.generate(graph, shapes).splitlines(), {}
     kept, values = [], lines[0]
     for line in head:
-        text = re.sub(r"\b\w+\b", lambda m: values.get(m[0], m[0]), line.partition(" = ")[2] or line)
+        text = re.sub(r"(?<!\.)\b\w+\b", lambda m: values.get(m[0], m[0]), line.partition(" = ")[2] or line)
         name = line.partition(" = ")[0].strip()
         if " = " in line and "tl.load" not in line and name not in ("i", "m"):
             values[name] = f"({text})"
