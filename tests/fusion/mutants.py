@@ -85,6 +85,15 @@ def takes_float32_for_granted(shapes, steps, results, itemsize=4):
     return _bytes(shapes, steps, results, 4)
 
 
+def takes_numbers_for_floats(shapes, steps, results, itemsize=4):
+    known = {*shapes, *(name for name, *_ in steps)}
+    for _, *operands in steps:
+        for a in operands:
+            if not isinstance(a, float) and a not in known:
+                raise KeyError(a)
+    return solutions.chain_bytes(shapes, steps, results, itemsize)
+
+
 # --- fusion.2: capture a function -------------------------------------------------------
 
 
@@ -170,9 +179,54 @@ def keywords_become_positions(fn, count):
     return _captured(fn, count, Proxy)
 
 
+def takes_the_first_argument_for_a_stand_in(fn, count):
+    class Proxy(_Proxy):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return args[0].record(func, *args, **(kwargs or {}))
+
+    return _captured(fn, count, Proxy)
+
+
+def keeps_stand_ins_among_keywords(fn, count):
+    class Proxy(_Proxy):
+        def record(self, function, *args, **kwargs):
+            made = super().record(function, *args)
+            made.node.kwargs = kwargs
+            return made
+
+    return _captured(fn, count, Proxy)
+
+
+def methods_have_no_arguments(fn, count):
+    class Proxy(_Proxy):
+        def __getattr__(self, op):
+            if op.startswith("_"):
+                raise AttributeError(op)
+            return lambda *args, **kwargs: self.record(getattr(torch, op), self)
+
+    return _captured(fn, count, Proxy)
+
+
+def has_every_attribute(fn, count):
+    class Proxy(_Proxy):
+        def __getattr__(self, op):
+            return lambda *args, **kwargs: self.record(getattr(torch, op), self, *args, **kwargs)
+
+    return _captured(fn, count, Proxy)
+
+
+def raises_without_a_sentence(fn, count):
+    class Proxy(_Proxy):
+        def __bool__(self):
+            raise TypeError
+
+    return _captured(fn, count, Proxy)
+
+
 def merges_equal_calls(fn, count):
     graph, seen = solutions.capture(fn, count), {}
-    for node in graph.find_nodes(op="call_function"):
+    for node in [n for n in graph.nodes if n.op == "call_function"]:
         first = seen.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -273,13 +327,26 @@ def writes_expressions_within_expressions(graph, shapes):
     head, *lines = solutions.generate(graph, shapes).splitlines(), {}
     kept, values = [], lines[0]
     for line in head:
-        text = re.sub(r"\b\w+\b", lambda m: values.get(m[0], m[0]), line.partition(" = ")[2] or line)
+        text = re.sub(r"(?<!\.)\b\w+\b", lambda m: values.get(m[0], m[0]), line.partition(" = ")[2] or line)
         name = line.partition(" = ")[0].strip()
         if " = " in line and "tl.load" not in line and name not in ("i", "m"):
             values[name] = f"({text})"
         else:
             kept.append(line if " = " in line else text)
     return "\n".join(kept) + "\n"
+
+
+def writes_each_line_of_arithmetic_twice(graph, shapes):
+    lines = solutions.generate(graph, shapes).splitlines()
+    made = [line for line in lines if " = " in line and "tl.load" not in line]
+    return "\n".join(line for one in lines for line in [one] * (1 + (one in made[2:]))) + "\n"
+
+
+def with_names_and_comments_of_its_own(graph, shapes):
+    source = solutions.generate(graph, shapes)
+    for k, node in enumerate(graph.find_nodes(op="placeholder")):
+        source = re.sub(rf"\bin{k}\b", f"{node.name}_ptr", source)
+    return source.replace("m = i < n", "m = i < n  # tl.exp(i) * tl.exp(i) + tl.abs(i)")
 
 
 def keeps_the_mask_in_a_dictionary(graph, shapes):
@@ -346,6 +413,11 @@ def _all_in_one(graphs, found, gm, example_inputs):
     return gm.forward
 
 
+def _without_gradients(graphs, found, gm, example_inputs):
+    graphs.append(found)
+    return torch.no_grad()(gm.forward)
+
+
 def does_not_print(graphs):
     def backend(gm, example_inputs):
         called = [n for n in gm.graph.nodes if n.op.startswith("call_")]
@@ -362,6 +434,7 @@ forgets_methods = _backend(
 counts_at_each_run = _backend(put=_at_each_run)
 returns_the_examples_result = _backend(put=_result_of_the_example)
 adds_all_graphs_up = _backend(put=_all_in_one)
+runs_without_gradients = _backend(put=_without_gradients)
 
 
 # --- fusion.5: four graph breaks --------------------------------------------------------
@@ -410,6 +483,21 @@ def decides_for_each_column(x, limit):
 def deviation_before_centring(x, limit):
     scale = x.std()
     return _standardise(x, limit, scale=lambda _: scale)
+
+
+def centres_at_the_limit(x, limit):
+    return _standardise(x, limit, centre=lambda x, limit: torch.where(x.mean() >= limit, x - x.mean(0), x))
+
+
+def prints_where_it_is_eager(x, limit):
+    if not torch.compiler.is_compiling():
+        print(f"largest {x.abs().max():.3f}")
+    return solutions.standardise(x, limit)
+
+
+def always_float32(x, limit):
+    y, peak = solutions.standardise(x, limit)
+    return y.float(), peak
 
 
 # --- fusion.6: a recompile storm --------------------------------------------------------
@@ -486,10 +574,22 @@ class BakesTheRepeatsIn(solutions.Tracker):
         return super().forward(x, self.kept)
 
 
+class CountsInTrainingAlone(solutions.Tracker):
+    def forward(self, x, repeats):
+        if self.training:
+            return super().forward(x, repeats)
+        return (x - self.total / self.calls) / (1 - 0.9**self.calls) * 0.9**repeats
+
+
+class HasATableOfPowers(solutions.Tracker):
+    def forward(self, x, repeats):
+        return super().forward(x, 0) * (0.9 ** torch.arange(32.0))[min(repeats, 31)]
+
+
 RIGHT = {
     "fusion.1": [by_tensors_without_data, walking_back],
     "fusion.2": [by_closures, with_a_class_of_its_own],
-    "fusion.3": [loads_where_it_uses, with_other_names],
+    "fusion.3": [loads_where_it_uses, with_other_names, with_names_and_comments_of_its_own],
     "fusion.4": [CountingClass, by_the_interpreter],
     "fusion.5": [with_a_factor, with_relu],
     "fusion.6": [MovingMean, KeepsThePower],
@@ -497,24 +597,27 @@ RIGHT = {
 MUTANTS = {
     "fusion.1": [
         reads_an_operand_twice, reads_a_broadcast_row_as_a_matrix, reads_inputs_that_nothing_needs,
-        writes_a_result_as_often_as_it_is_named, takes_float32_for_granted,
+        writes_a_result_as_often_as_it_is_named, takes_float32_for_granted, takes_numbers_for_floats,
     ],
     "fusion.2": [
         reflected_division_in_the_wrong_order, takes_the_first_branch, keywords_become_positions,
-        merges_equal_calls, drops_dead_code,
+        merges_equal_calls, drops_dead_code, takes_the_first_argument_for_a_stand_in,
+        keeps_stand_ins_among_keywords, methods_have_no_arguments, has_every_attribute,
+        raises_without_a_sentence,
     ],
     "fusion.3": [
         column_or_row_by_number_of_elements, rows_and_columns_exchanged, loads_without_a_mask,
         writes_numbers_with_str, computes_in_the_inputs_type, writes_expressions_within_expressions,
-        keeps_the_mask_in_a_dictionary,
+        keeps_the_mask_in_a_dictionary, writes_each_line_of_arithmetic_twice,
     ],
     "fusion.4": [
         does_not_print, counts_by_the_nodes_names, forgets_methods, counts_at_each_run,
-        returns_the_examples_result, adds_all_graphs_up,
+        returns_the_examples_result, adds_all_graphs_up, runs_without_gradients,
     ],
     "fusion.5": [
         keeps_the_mask, item_in_place_of_float, centres_only_where_it_is_compiled, decides_for_each_column,
-        deviation_before_centring,
+        deviation_before_centring, centres_at_the_limit, prints_where_it_is_eager, always_float32,
     ],
-    "fusion.6": [KeepsTheCounter, KeepsTheLoop, ReadsTheCounter, WeighsByRows, BakesTheRepeatsIn],
+    "fusion.6": [KeepsTheCounter, KeepsTheLoop, ReadsTheCounter, WeighsByRows, BakesTheRepeatsIn,
+                 CountsInTrainingAlone, HasATableOfPowers],
 }  # fmt: skip
