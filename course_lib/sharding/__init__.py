@@ -115,7 +115,7 @@ def own_part(tensors, dist):
     return parts_of(row, dist.get_world_size())[dist.get_rank()]
 
 
-def explore_zero(billions=8.0, ranks=8, memory=141):
+def explore_zero(billions=8.0, ranks=8, memory=80):
     """The explorer's data: gigabytes that each rank keeps under each stage, and whether they fit.
 
     2 bytes a parameter for bf16 weights, 2 for gradients, 12 for the fp32 weights and Adam's two moments.
