@@ -7,6 +7,7 @@ import random
 import tempfile
 from pathlib import Path
 from pickle import UnpicklingError
+from unittest import mock
 
 import torch
 from torch import nn
@@ -30,7 +31,10 @@ def _run(size, body, what):
             raise cause from None
         raise core.Wrong(f"{what} raised {core.describe(cause)} on rank {e.rank} of {size}") from None
     except (groups.Stuck, groups.Misuse) as e:
-        raise core.Wrong(f"{what} on {size} ranks: {e}") from None
+        words = str(e)
+        if "writes into" in words:  # a gather's long tensor is wrong, not the parts
+            words = words.removesuffix(": pad the last part")
+        raise core.Wrong(f"{what} on {size} ranks: {words}") from None
 
 
 class _NamedDevices(TorchFunctionMode):
@@ -111,13 +115,21 @@ def _adam(answer, ranks, shapes, dtype):
     start = [torch.randn(s, dtype=dtype) for s in shapes]
     grads = [[[torch.randn(s, dtype=dtype) * 2.0 ** random.randint(-3, 3) for s in shapes]
               for _ in range(ranks)] for _ in range(steps)]  # fmt: skip
-    missing = {(random.randrange(1, steps), random.randrange(ranks), random.randrange(len(shapes)))}
+    missing = {(t, random.randrange(ranks), random.randrange(len(shapes)))
+               for t in (0, random.randrange(1, steps))}  # fmt: skip
+    load, ago = 0 if ranks == 3 else random.randrange(1, steps), random.randint(2, 5)
+    loaded = [torch.randn(s, dtype=dtype) for s in shapes]
+    loads = [[torch.randn(s, dtype=dtype).abs() for s in shapes] for _ in "mv"]  # abs: v is never negative
     for step, rank, i in missing:
         grads[step][rank][i].zero_()
     oracle = [nn.Parameter(p.double().clone()) for p in start]
     adam, wants = torch.optim.Adam(oracle, lr, betas, eps, foreach=False), []
-    for step in grads:
+    for t, step in enumerate(grads):
         for i, p in enumerate(oracle):
+            if t == load:
+                p.data.copy_(loaded[i])
+                m, v = (x[i].double().clone() for x in loads)
+                adam.state[p] = {"step": torch.tensor(float(load + ago)), "exp_avg": m, "exp_avg_sq": v}
             p.grad = torch.stack([rank[i].double() for rank in step]).mean(0)
         adam.step()
         state = [adam.state[p] for p in oracle]
@@ -136,9 +148,17 @@ def _adam(answer, ranks, shapes, dtype):
         for t, (step, (want, moments)) in enumerate(zip(grads, wants, strict=True)):
             for i, (p, g) in enumerate(zip(params, step[comm.rank], strict=True)):
                 p.grad = None if (t, comm.rank, i) in missing else g.clone()
+            if t == load:
+                _load(opt, params, loaded, [sharding.own_part(x, comm).clone() for x in loads], load + ago)
             with _NamedDevices(comm):
                 opt.step()
             where = f"rank {comm.rank} after step {t + 1}"
+            where += f" (a checkpoint was loaded before step {load + 1})" * (t >= load)
+            for i, (p, g) in enumerate(zip(params, step[comm.rank], strict=True)):
+                gone = (t, comm.rank, i) in missing
+                same = p.grad is None if gone else p.grad is not None and torch.equal(p.grad, g)
+                core.require(same, f"{what}: step() changed the gradient of parameter {i + 1}"
+                             + ", which was None" * gone + "; leave p.grad as it is")  # fmt: skip
             for i, (p, w) in enumerate(zip(params, want, strict=True)):
                 core.require(p.dtype == dtype, f"{what}: parameter {i + 1} became {p.dtype}, it was {dtype}")
                 core.close(p, w, f"{what}: parameter {i + 1} on {where}", 1e-4, 1e-5)
@@ -148,7 +168,7 @@ def _adam(answer, ranks, shapes, dtype):
                 core.close(
                     getattr(opt, name, None), parts[comm.rank], f"{what}: {name} on {where}", 1e-4, 1e-5
                 )
-            core.equal(getattr(opt, "t", None), t + 1, f"{what}: t on {where}")
+            core.equal(getattr(opt, "t", None), t + 1 + ago * (t >= load), f"{what}: t on {where}")
         return since, _held(opt, params)
 
     def group_of(comm):
@@ -165,8 +185,22 @@ def _adam(answer, ranks, shapes, dtype):
                      f"reduce-scatter and an all-gather of the shares send {most} or less")  # fmt: skip
 
 
+def _load(opt, params, weights, moments, t):
+    "What a checkpoint does between two steps."
+    with torch.no_grad():
+        for p, w in zip(params, weights, strict=True):
+            p.copy_(w)
+    for name, value in zip("mvt", (*moments, t), strict=True):
+        try:
+            setattr(opt, name, value)
+        except AttributeError:
+            raise core.Wrong(
+                f"self.{name} can't be assigned; a checkpoint assigns it between steps"
+            ) from None
+
+
 def _held(obj, params):
-    "Numbers that an object keeps in tensors, those of `params` and their gradients apart."
+    "Numbers in the tensors of an object, without single numbers, `params` and their gradients."
     known = {t.untyped_storage().data_ptr() for p in params for t in (p, p.grad) if t is not None}
     found, seen, todo = {}, set(), [obj]
     while todo:
@@ -175,7 +209,8 @@ def _held(obj, params):
             continue
         seen.add(id(x))
         if isinstance(x, torch.Tensor):
-            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+            numbers = x.untyped_storage().nbytes() // x.element_size()
+            found[x.untyped_storage().data_ptr()] = numbers * (numbers > 1)
             todo.append(x.grad if x.is_leaf else None)
         elif isinstance(x, dict):
             todo += [*x.keys(), *x.values()]
@@ -219,12 +254,20 @@ def _layers(answer, ranks, widths, dtype):
     what = f"GatherComputeFree on {ranks} rank{'s' * (ranks > 1)}"
 
     def body(comm):
+        given = []  # (what, a tensor that the answer is given, its value)
+
+        def keep(name, t):
+            given.append((name, t, t.detach().clone()))
+
         def layer(x, w):
+            keep("x", x), keep("part", w[0])
             y = answer.apply(x, *w, comm)
             right = isinstance(y, torch.Tensor) and y.shape == (len(x), w[1][0])
             core.require(
                 right, f"expected a tensor of shape {[len(x), w[1][0]]} from apply, got {core.kind(y)}"
             )
+            if y.requires_grad:
+                y.register_hook(lambda grad: keep("the gradient of the output", grad))
             return y
 
         parts = [nn.Parameter(c[comm.rank].clone()) for c in cut]
@@ -243,6 +286,8 @@ def _layers(answer, ranks, widths, dtype):
                     f"{what}: {n} tensors of a full weight's size alive at once in {name}; {most} will do"
                 )
                 core.require(n <= most, sentence)
+        for name, t, value in given:
+            core.require(torch.equal(t, value), f"{what} changed {name} in place; others use it too")
         core.close(y, outs[comm.rank].detach(), f"the output {where}", 1e-3, 1e-4)
         core.require(x.grad is not None, f"the gradient of x {where}: there is none")
         core.close(x.grad, xs64[comm.rank].grad, f"the gradient of x {where}", 1e-3, 1e-3)
@@ -289,15 +334,20 @@ def prefetched(answer):
                 clock.compute(i + 1, takes[i])
                 return (x + full[:3]).tanh() + full.mean()
 
-            mine = [p[comm.rank].clone() for p in parts]
+            mine, start = [p[comm.rank].clone() for p in parts], x.clone()
+            kept = list(mine)
             with sharding.watching(comm, at_least=x.itemsize * 60 * comm.size) as live, _NamedDevices(comm):
-                got = answer(x.clone(), mine, layer, clock)
+                got = answer(start, mine, layer, clock)
                 left = live.tensors
+            same = len(mine) == len(kept) and all(a is b for a, b in zip(mine, kept, strict=True))
+            same = same and all(torch.equal(a, p[comm.rank]) for a, p in zip(mine, parts, strict=True))
+            core.require(same, f"{what}: the list parts or one of its tensors was changed")
+            core.require(torch.equal(start, x), f"{what}: x was changed in place")
             core.equal(ran, list(range(len(takes))), f"{what}: the layers in the order of their calls")
             core.equal(left, 0, f"{what}: whole weights alive at the end")
             return got, clock.now, live.most_tensors, sum(s.lane == "wire" for s in clock.spans)
 
-        _, results = _run(ranks, body, f"prefetched, {what},")
+        _, results = _run(ranks, body, f"prefetched, {n} layer{'s' * (n != 1)},")
         for rank, (got, took, most, gathers) in enumerate(results):
             core.close(got, want, f"{what}: the result on rank {rank}", 1e-5, 1e-6)
             core.equal(gathers, n, f"{what}: gathers")
@@ -330,14 +380,21 @@ def load_part(answer):
                 for r in set(range(old)) - needed if case % 2 else ():  # in other cases there is no file
                     Path(folder, f"{r}.pt").write_text("not for this rank")
                 what = f"{total} numbers saved by {old} rank{'s' * (old > 1)}, rank {rank} of {new}"
+                files = ", ".join(f"{r}.pt" for r in sorted(needed)) or "no file but info.pt"
+                others, before = f"{what}: it needs {files}; it also read ", _files(folder)
                 try:
-                    got = core.call(answer, Path(folder), rank, new)
+                    with mock.patch.object(torch, "load", wraps=torch.load) as load:
+                        got = core.call(answer, Path(folder), rank, new)
                 except core.Wrong as e:
-                    files = ", ".join(f"{r}.pt" for r in sorted(needed)) or "no file but info.pt"
                     if isinstance(e.cause, FileNotFoundError | UnpicklingError):
-                        why = "the others can't be read here, and it read one"
-                        raise core.Wrong(f"{what}: it needs {files}; {why}") from None
+                        raise core.Wrong(f"{others}one that can't be read here") from None
                     raise
+                read = {Path(str(getattr(f, "name", f))).name for f in _first(load)}
+                more = sorted(read - {"info.pt", *(f"{r}.pt" for r in needed)})
+                core.require(not more, others + ", ".join(more))
+                core.require(
+                    _files(folder) == before, f"{what}: load_part changed the files of the checkpoint"
+                )
             core.require(isinstance(got, dict), f"{what}: expected a dict, got {core.kind(got)}")
             core.equal(sorted(got), sorted(dtypes), f"{what}: the names")
             for name, kind in dtypes.items():
@@ -346,3 +403,12 @@ def load_part(answer):
                 core.require(
                     got[name].dtype == kind, f"{what}: {name} is {got[name].dtype}, it was saved as {kind}"
                 )
+
+
+def _files(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def _first(load):
+    "The file of each call of torch.load."
+    return [call.args[0] if call.args else call.kwargs.get("f") for call in load.call_args_list]

@@ -43,6 +43,7 @@ class ShardedAdam:
         b1, b2 = self.betas
         self.m.lerp_(grad, 1 - b1)
         self.v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        del grad
         weights, at = row(self.params), 0
         mine = weights[self.dist.get_rank() * self.n :][: self.n]
         root = (self.v / (1 - b2**self.t)).sqrt_().add_(self.eps)

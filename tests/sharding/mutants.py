@@ -1,5 +1,6 @@
 "Answers to the exercises of sharding: the course's, right ones of another style, and wrong ones."
 
+import contextlib
 import math
 
 import torch
@@ -85,18 +86,33 @@ def stage_2_cuts_weights(model, stage, rank, ranks):
 # --- sharding.2: Adam with its state in shards ------------------------------------------------
 
 
+def _moment(name):
+    def load(self, value):
+        self.adam.state[self.part][name] = value
+
+    return property(lambda self: self.adam.state[self.part][name], load)
+
+
 class AdamInside:
-    "Right: torch's own Adam on this rank's part of the row."
+    "Right: torch's own Adam on this rank's part of the row; the gradient of the part is kept."
 
     def __init__(self, params, dist, lr, betas, eps):
-        self.params, self.dist, self.t = list(params), dist, 0
+        self.params, self.dist = list(params), dist
         self.numbers = sum(p.numel() for p in self.params)
         self.n = math.ceil(self.numbers / dist.get_world_size())
         self.part = nn.Parameter(self._row(self.params)[dist.get_rank()].clone())
         self.adam = torch.optim.Adam([self.part], lr, betas, eps, foreach=False)
+        self.t, self.m, self.v = 0, torch.zeros_like(self.part), torch.zeros_like(self.part)
 
-    m = property(lambda self: self.adam.state[self.part]["exp_avg"])
-    v = property(lambda self: self.adam.state[self.part]["exp_avg_sq"])
+    m, v = _moment("exp_avg"), _moment("exp_avg_sq")
+
+    @property
+    def t(self):
+        return int(self.adam.state[self.part]["step"])
+
+    @t.setter
+    def t(self, value):
+        self.adam.state[self.part]["step"] = torch.tensor(float(value))
 
     def _row(self, tensors):
         row = torch.cat([t.detach().reshape(-1) for t in tensors])
@@ -105,13 +121,12 @@ class AdamInside:
         )
 
     def step(self):
-        self.t += 1
+        self.part.data.copy_(self._row(self.params)[self.dist.get_rank()])
         self.part.grad = torch.empty_like(self.part)
         full = self._row(torch.zeros_like(p) if p.grad is None else p.grad for p in self.params)
         self.dist.reduce_scatter_tensor(self.part.grad, full.flatten())
         self.part.grad /= self.dist.get_world_size()
         self.adam.step()
-        self.part.grad = None
         full = full.flatten()
         self.dist.all_gather_into_tensor(full, self.part)
         with torch.no_grad():
@@ -227,7 +242,8 @@ class drops_the_remainder(_Steps):
         self.m, self.v = (self.params[0].detach().new_zeros(self.n) for _ in range(2))
 
     def row(self, tensors):
-        flat = torch.cat([t.flatten() for t in tensors]).detach()
+        flat = [torch.zeros_like(p) if t is None else t for p, t in zip(self.params, tensors, strict=True)]
+        flat = torch.cat([t.flatten() for t in flat]).detach()
         self.rest = flat[self.n * self.dist.get_world_size() :].clone()
         return flat[: self.n * self.dist.get_world_size()].clone()
 
@@ -239,6 +255,42 @@ class skips_none(_Steps):
     def row(self, tensors):
         flat = torch.cat([t.flatten() for t in tensors if t is not None]).detach()
         return F.pad(flat, (0, self.n * self.dist.get_world_size() - len(flat)))
+
+
+class own_copy_of_the_weights(_Steps):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.mine = self.own(_Steps.row(self, self.params))
+
+    def own(self, row):
+        return self.mine if hasattr(self, "mine") else super().own(row)
+
+    def spread(self, row):
+        self.mine = row[self.dist.get_rank() * self.n :][: self.n].clone()
+        super().spread(row)
+
+
+class parameters_of_the_first_step(_Steps):
+    def mean(self):
+        if not self.t:
+            self.params = [p for p in self.params if p.grad is not None] or self.params
+        return super().mean()
+
+
+class zeroes_the_gradients(_Steps):
+    def spread(self, row):
+        super().spread(row)
+        for p in self.params:
+            p.grad = torch.zeros_like(p)
+
+
+class read_only_moments(_Steps):
+    m, v = property(lambda self: self.kept[0]), property(lambda self: self.kept[1])
+
+    def __init__(self, params, dist, lr, betas, eps):
+        self.params, self.dist, self.lr, self.betas, self.eps, self.t = list(params), dist, lr, betas, eps, 0
+        self.n = -(-sum(p.numel() for p in self.params) // dist.get_world_size())
+        self.kept = [self.params[0].detach().new_zeros(self.n) for _ in range(2)]
 
 
 class state_in_float32(_Steps):
@@ -373,6 +425,21 @@ def _three_at_once(ctx, grad):
     out = torch.empty_like(part)
     dist.reduce_scatter_tensor(out, padded)
     return grad @ w, out / dist.get_world_size(), None, None
+
+
+def _into_the_part(ctx, grad):
+    (x, part), n = ctx.saved_tensors, ctx.dist.get_world_size()
+    grad_x, mean, *_ = _back(ctx, grad, x, part, _gather(part, ctx.shape, ctx.dist))
+    part.detach().copy_(mean * n)
+    return grad_x, part.detach() / n, None, None
+
+
+def _divides_the_gradient(ctx, grad):
+    x, part = ctx.saved_tensors
+    grad_x = grad @ _gather(part, ctx.shape, ctx.dist)
+    grad /= ctx.dist.get_world_size()
+    nothing = grad.new_zeros(grad.shape[1], 1)
+    return grad_x, _back(ctx, grad, x, part, nothing, lambda out, n: out)[1], None, None
 
 
 def _whole_rows(ctx, x, part, shape, dist):
@@ -510,6 +577,23 @@ def never_waits(x, parts, layer, dist):
     return x
 
 
+def empties_the_list(x, parts, layer, dist):
+    x = solutions.prefetched(x, parts, layer, dist)
+    parts.clear()
+    return x
+
+
+def zeroes_the_parts(x, parts, layer, dist):
+    x = solutions.prefetched(x, parts, layer, dist)
+    for part in parts:
+        part.zero_()
+    return x
+
+
+def into_x(x, parts, layer, dist):
+    return x.copy_(solutions.prefetched(x, parts, layer, dist))
+
+
 # --- sharding.5: a checkpoint -----------------------------------------------------------------
 
 
@@ -582,6 +666,20 @@ def one_file_too_many(folder, rank, size):
     return _load(folder, rank, size)
 
 
+def tries_every_file(folder, rank, size):
+    for r in range(torch.load(folder / "info.pt")["ranks"]):
+        with contextlib.suppress(Exception):
+            torch.load(folder / f"{r}.pt")
+    return solutions.load_part(folder, rank, size)
+
+
+def deletes_the_checkpoint(folder, rank, size):
+    found = solutions.load_part(folder, rank, size)
+    for path in folder.iterdir():
+        path.unlink()
+    return found
+
+
 def without_padding(folder, rank, size):
     numbers = torch.load(folder / "info.pt")["numbers"]
     left = max(0, numbers - rank * -(-numbers // size))
@@ -610,6 +708,10 @@ MUTANTS = {
         _adam("mean_of_squares", square=_squares),
         _adam("all_reduces", mean=_all_reduced),
         keeps_full_rows,
+        own_copy_of_the_weights,
+        parameters_of_the_first_step,
+        zeroes_the_gradients,
+        read_only_moments,
         drops_the_remainder,
         skips_none,
         state_in_float32,
@@ -620,6 +722,8 @@ MUTANTS = {
         _finish(lambda out, n: out),
         _layer(None, _all_reduced_gradient),
         _layer(None, _three_at_once),
+        _layer(None, _into_the_part),
+        _layer(None, _divides_the_gradient),
         _layer(_whole_rows),
         _layer(_on_the_default_device),
     ],
@@ -631,12 +735,17 @@ MUTANTS = {
         round_again,
         in_float32,
         never_waits,
+        empties_the_list,
+        zeroes_the_parts,
+        into_x,
     ],
     "sharding.5": [
         reads_every_file,
         all_in_float32,
         the_first_file_only,
         one_file_too_many,
+        tries_every_file,
+        deletes_the_checkpoint,
         without_padding,
     ],
 }
