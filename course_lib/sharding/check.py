@@ -390,7 +390,7 @@ def load_part(answer):
                         raise core.Wrong(f"{others}one that can't be read here") from None
                     raise
                 read = {Path(str(getattr(f, "name", f))).name for f in _first(load)}
-                more = sorted(read - {"info.pt", *(f"{r}.pt" for r in needed)})
+                more = sorted(read & {f"{r}.pt" for r in range(old) if r not in needed})
                 core.require(not more, others + ", ".join(more))
                 core.require(
                     _files(folder) == before, f"{what}: load_part changed the files of the checkpoint"
