@@ -88,11 +88,11 @@ def draw_pairs(rows, ylabel, line=None):
         at = [i + 0.38 * (k - 0.5) for i in range(len(rows))]
         ax.bar(at, values, 0.36, color=("#a6bddb", COLOURS[0])[k], label=label)
         for x, value in zip(at, values, strict=True):
-            ax.annotate(f"{value:.3g}", (x, value), xytext=(0, 2), textcoords="offset points", ha="center",
-                        fontsize=8)  # fmt: skip
+            ax.annotate(f"{value:.3g}", (x, value), xytext=(0, 3), textcoords="offset points", ha="center",
+                        fontsize=8, bbox={"color": "white", "pad": 0.5}, zorder=3)  # fmt: skip
     if line:
         ax.axhline(line[0], color=COLOURS[1], linewidth=1.2, linestyle="--", label=line[1])
-    ax.set_xticks(range(len(rows)), list(rows))
+    ax.set_xticks(range(len(rows)), [name.replace("your ", "your\n") for name in rows])
     top = max(max(pair) for pair in rows.values())
     ax.set(ylabel=ylabel, ylim=(0, 1.12 * max(top, line[0] if line else 0)))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
