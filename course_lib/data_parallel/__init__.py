@@ -121,22 +121,20 @@ class Recorder:
 
 
 def step_spans(wraps, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6):
-    """Steps of each of `wraps` by turns, from the start of backward to the last mean.
+    """For each wrap the sorted seconds from the start of backward to the last mean, and the median's `Span`s.
 
-    `wrap(model, dist)` averages gradients and has `finish()`. For each: the seconds of all steps but the
-    first, sorted, and the `Span`s of the step of median length.
+    `wrap(model, dist)` averages gradients and has `finish()`. Steps are made by turns; the first isn't counted.
     """
     torch.set_num_threads(min(4, torch.get_num_threads()))  # more of them hinder each other here
     models = [net(0, widths) for _ in wraps]
-    recorders = [Recorder(model) for model in models]
+    recorders, took = [Recorder(model) for model in models], [[] for _ in wraps]
     wrapped = [wrap(*both) for wrap, *both in zip(wraps, models, recorders, strict=True)]
-    took = [[] for _ in wraps]
     for _ in range(steps):
         for model, recorder, parallel, mine in zip(models, recorders, wrapped, took, strict=True):
             loss = model(torch.randn(batch, widths[0])).square().mean()
             dist.barrier()
-            recorder.spans, recorder.since = [], time.monotonic()
-            start = recorder.since
+            start = recorder.since = time.monotonic()
+            recorder.spans = []
             loss.backward()
             back = time.monotonic()
             parallel.finish()

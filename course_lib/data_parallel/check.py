@@ -438,12 +438,13 @@ def _torn(save, ranks, path):
 def _in_one_step(save, ranks, path):
     "The older file is never written to, moved or removed: another file of its folder replaces it."
     calls = []  # of os: name, paths
-    remedy = "write to another name in the same folder, then os.replace it"
+    path, remedy = os.path.realpath(path), "write to another name in the same folder, then os.replace it"
 
     def noting(name, call):
-        def noted(*paths, **options):
-            calls.append((name, [os.path.abspath(p) for p in paths]))
-            return call(*paths, **options)
+        def noted(*args, **options):
+            given = [*args, *(options[k] for k in ("path", "src", "dst") if k in options)]
+            calls.append((name, [os.path.realpath(p) for p in given]))
+            return call(*args, **options)
 
         return mock.patch.object(os, name, noted)
 
@@ -453,12 +454,11 @@ def _in_one_step(save, ranks, path):
         inputs.run(ranks, lambda d: save(path, 9, *_trainer(0, (2, 2), 0.1), d), "save over an older file")
         same = os.path.samestat(os.fstat(old.fileno()), os.stat(path))
     core.require(not same, f"save writes into the older file, which is cut if that is killed: {remedy}")
-    path = os.path.abspath(path)
-    for name, paths in calls:
+    for name, (source, *target) in calls:
         gone = (
             f"os.{name} takes the older file away before the new one is there: os.replace replaces it at once"
         )
-        core.require(paths[0] != path, gone)
-        there = len(paths) > 1 and paths[1] == path and os.path.dirname(paths[0]) != os.path.dirname(path)
-        far = f"the new file was written in another folder, which may lie on another disk: {remedy}"
-        core.require(not there, far)
+        core.require(source != path, gone)
+        far = target == [path] and os.path.dirname(source) != os.path.dirname(path)
+        said = f"the new file was written in another folder, which may lie on another disk: {remedy}"
+        core.require(not far, said)
