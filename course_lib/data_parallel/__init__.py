@@ -123,7 +123,7 @@ class Recorder:
 def step_spans(wraps, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6):
     """For each wrap the sorted seconds from the start of backward to the last mean, and the median's `Span`s.
 
-    `wrap(model, dist)` averages gradients and has `finish()`. Steps are made by turns; the first isn't counted.
+    `wrap(model, dist)` averages gradients and has `finish()`. The steps take turns; the first isn't counted.
     """
     torch.set_num_threads(min(4, torch.get_num_threads()))  # more of them hinder each other here
     models = [net(0, widths) for _ in wraps]
