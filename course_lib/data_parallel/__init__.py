@@ -120,7 +120,7 @@ class Recorder:
         return work if async_op else work.wait()
 
 
-def step_spans(wraps, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6):
+def step_spans(wraps, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=12):
     """For each wrap the sorted seconds from the start of backward to the last mean, and the median's `Span`s.
 
     `wrap(model, dist)` averages gradients and has `finish()`. The steps take turns; the first isn't counted.

@@ -21,7 +21,7 @@ def draw_copies(losses, apart, together=None):
         right.legend(loc="lower right", bbox_to_anchor=(1.0, 0.06))
     right.set_ylim(-0.01 if together else 0)
     right.set_title("Distance between the copies")
-    right.set_ylabel("distance / (mean's way, start to end)")
+    right.set_ylabel("distance / the mean's way")
     for ax in (left, right):
         ax.set_xlabel("step")
     return fig
