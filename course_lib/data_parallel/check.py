@@ -422,17 +422,16 @@ class _Fails(nn.Linear):
 
 def _torn(save, ranks, path):
     "A save that fails in the middle leaves the older file as it was."
-    before = pathlib.Path(path).read_bytes()
+    file, failed = pathlib.Path(path), False
+    before = file.read_bytes()
     try:
         inputs.run(ranks, lambda d: save(path, 9, _Fails(2, 2), _trainer(0, (2, 2), 0.1)[1], d), "save")
     except core.Wrong:
-        core.require(
-            pathlib.Path(path).exists() and pathlib.Path(path).read_bytes() == before,
-            "a save failed in the middle, and the older file is gone or cut: write to another file, then "
-            "os.replace it",
-        )
-        return
-    raise core.Wrong("save of a state that can't be pickled: expected its exception, and nothing was raised")
+        failed = True
+    said = "save of a state that can't be pickled: expected its exception, and nothing was raised"
+    core.require(failed, said)
+    said = "a save failed in the middle, and the older file is gone or cut: write to another file, then"
+    core.require(file.exists() and file.read_bytes() == before, f"{said} os.replace it")
 
 
 def _in_one_step(save, ranks, path):
@@ -455,10 +454,8 @@ def _in_one_step(save, ranks, path):
         same = os.path.samestat(os.fstat(old.fileno()), os.stat(path))
     core.require(not same, f"save writes into the older file, which is cut if that is killed: {remedy}")
     for name, (source, *target) in calls:
-        gone = (
-            f"os.{name} takes the older file away before the new one is there: os.replace replaces it at once"
+        core.require(
+            source != path, f"os.{name} takes the older file away before the new one is there: {remedy}"
         )
-        core.require(source != path, gone)
-        far = target == [path] and os.path.dirname(source) != os.path.dirname(path)
-        said = f"the new file was written in another folder, which may lie on another disk: {remedy}"
-        core.require(not far, said)
+        near = target != [path] or os.path.dirname(source) == os.path.dirname(path)
+        core.require(near, f"the new file comes from another folder, perhaps of another disk: {remedy}")

@@ -11,10 +11,7 @@ from course_lib import group as groups
 
 
 def run(size, fn, what, advice=""):
-    """Run `fn(dist)` on a group of `size` ranks; the group and the results, or one sentence.
-
-    `advice` ends the sentence where ranks call different collectives.
-    """
+    "`fn(dist)` on `size` ranks: the group and the results, or one sentence, with `advice` on their order."
     group = groups.Group(size)
     try:
         return group, group.run(fn)
