@@ -44,4 +44,5 @@ for epoch in range(first, epochs):
         torch.save(state, path + ".tmp")
         os.replace(path + ".tmp", path)
         print(f"epoch {epoch} is over: loss {loss.item():.3f} on rank 0")
+dist.barrier()  # no rank ends while another still writes or talks
 dist.destroy_process_group()

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from course_lib import data, models
 
 
-def digits():
-    "The training digits as rows: x [1397, 64] in 0..1, y [1397]."
-    x, y = data.digits().train
+def digits(part="train"):
+    "The digits of `train` or `valid` as rows: x [1397 or 400, 64] in 0..1, y [1397 or 400]."
+    x, y = getattr(data.digits(), part)
     return x.flatten(1), y
 
 
@@ -44,8 +44,8 @@ def steps_to(target, batch, rates, seeds, most=500):
     The runs are stepped together, as batched products of weights [seeds * rates, in, out]. It ends when each
     seed has one rate that is there.
     """
-    (x, y), (x_test, y_test) = digits(), data.digits().valid
-    x_test, runs = x_test.flatten(1), seeds * len(rates)
+    (x, y), (x_test, y_test) = digits(), digits("valid")
+    runs = seeds * len(rates)
     nets = [[p.detach() for p in net(seed).parameters()] for seed in range(seeds)]
     params = [torch.stack([n[i].T if n[i].dim() > 1 else n[i][None] for n in nets]) for i in range(4)]
     w1, b1, w2, b2 = params = [p.repeat_interleave(len(rates), 0).requires_grad_() for p in params]
@@ -120,28 +120,30 @@ class Recorder:
         return work if async_op else work.wait()
 
 
-def step_spans(wrap, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=6):
-    """Seconds and `Span`s of a step of median length, from the start of backward to the last mean.
+def step_spans(wraps, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps=12):
+    """For each wrap the sorted seconds from the start of backward to the last mean, and the median's `Span`s.
 
-    `wrap(model, dist)` averages gradients and has `finish()`.
+    `wrap(model, dist)` averages gradients and has `finish()`. The steps take turns; the first isn't counted.
     """
     torch.set_num_threads(min(4, torch.get_num_threads()))  # more of them hinder each other here
-    model = net(0, widths)
-    recorder = Recorder(model)
-    wrapped, took = wrap(model, recorder), []
+    models = [net(0, widths) for _ in wraps]
+    recorders, took = [Recorder(model) for model in models], [[] for _ in wraps]
+    wrapped = [wrap(*both) for wrap, *both in zip(wraps, models, recorders, strict=True)]
     for _ in range(steps):
-        loss = model(torch.randn(batch, widths[0])).square().mean()
-        dist.barrier()
-        recorder.spans, recorder.since = [], time.monotonic()
-        start = recorder.since
-        loss.backward()
-        back = time.monotonic()
-        wrapped.finish()
-        end = time.monotonic()
-        time.sleep(0.01)  # the all-reduces' own threads note their ends
-        took.append((end - start, sorted([*recorder.spans, Span("backward", back, back)])))
-        model.zero_grad()
-    return sorted(took[1:], key=lambda found: found[0])[len(took) // 2]
+        for model, recorder, parallel, mine in zip(models, recorders, wrapped, took, strict=True):
+            loss = model(torch.randn(batch, widths[0])).square().mean()
+            dist.barrier()
+            start = recorder.since = time.monotonic()
+            recorder.spans = []
+            loss.backward()
+            back = time.monotonic()
+            parallel.finish()
+            end = time.monotonic()
+            time.sleep(0.01)  # the all-reduces' own threads note their ends
+            mine.append((end - start, sorted([*recorder.spans, Span("backward", back, back)])))
+            model.zero_grad()
+    ordered = [sorted(mine[1:], key=lambda found: found[0]) for mine in took]
+    return [([seconds for seconds, _ in mine], mine[len(mine) // 2][1]) for mine in ordered]
 
 
 def here():

@@ -4,10 +4,13 @@ Oracles: float64 sums, autograd on one process with all the data, the events tha
 on the disk.
 """
 
+import contextlib
 import copy
+import os
 import pathlib
 import random
 import tempfile
+from unittest import mock
 
 import torch
 from torch import nn
@@ -94,7 +97,7 @@ def _steps(answer, kind, ranks, usage, inspect=None, what="DataParallel", dtype=
         model.second.to(dtype)
     twin = copy.deepcopy(models[0])
     data = [[torch.randn(random.randint(2, 5), sizes[0]).double() for _ in range(ranks)] for _ in usage]
-    keeps_zeros = random.random() < 0.5
+    keeps_zeros = ranks % 2 == 0  # what zero_grad(set_to_none=False) leaves
     wants, after = inputs.one_process(twin, data, usage)
 
     def body(dist):
@@ -124,7 +127,9 @@ def _steps(answer, kind, ranks, usage, inspect=None, what="DataParallel", dtype=
         for (name, p), want in zip(model.named_parameters(), after, strict=True):
             core.close(p, want, f"{name} on rank {dist.rank} after {len(usage)} steps", rtol=1e-3, atol=1e-5)
 
-    group, _ = inputs.run(ranks, body, what)
+    group, _ = inputs.run(
+        ranks, body, what, "; in finish() launch what is left in that order, then the flags"
+    )
     for r in range(ranks):
         for step in range(len(usage)):
             _traffic(group, r, step, models[r], kind, ranks, what)
@@ -133,15 +138,17 @@ def _steps(answer, kind, ranks, usage, inspect=None, what="DataParallel", dtype=
 
 
 def _same_gradients(model, want, held, where):
-    "`held` names the parameters that had a gradient, of zeros, before the step."
+    "`held` names the parameters that had a gradient, of zeros, before the step: on every rank the same."
     for name, p in model.named_parameters():
         if not p.requires_grad:
             core.require(p.grad is None, f"{where}: {name} is frozen and has a gradient now")
+        elif want[name] is None and name in held:
+            said = f"{where}: the grad of {name} was zeros on every rank before backward, and no rank used it"
+            core.require(p.grad is not None, f"{said}; it is None now, and zero is not None")
+            core.require(not p.grad.any(), f"{said}; it isn't zero now")
         elif want[name] is None:
-            said = (
-                f"{where}: no rank used {name}, so its grad stays None; zeros are a gradient to an optimizer"
-            )
-            core.require(p.grad is None or (name in held and not p.grad.any()), said)
+            said = f"{where}: the grad of {name} was None on every rank, so it stays None"
+            core.require(p.grad is None, f"{said}; zeros are a gradient to an optimizer")
         elif p.grad is None:
             raise core.Wrong(f"{where}: {name} has no gradient; another rank used it: the mean is not zero")
         else:
@@ -162,13 +169,15 @@ def _twice(answer, what):
             model.loss(x[dist.rank], True).backward()
         wrapped.finish()
         for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            core.close(p.grad, q.grad, f"{said}: gradient of {name}", rtol=1e-3, atol=1e-5)
+            said = f"{what}: two backward passes before finish() raised no RuntimeError: gradient of {name}"
+            core.close(p.grad, q.grad, said, rtol=1e-3, atol=1e-5)
 
-    said = f"{what}: two backward passes before finish() without a RuntimeError"
     try:
-        inputs.run(3, body, said)
+        inputs.run(3, body, f"{what}, given two backward passes before finish(),")
     except core.Wrong as e:
-        if type(e.cause) is not RuntimeError:
+        if e.cause is not None and not isinstance(e.cause, RuntimeError):
+            raise core.Wrong(f"{e}; expected a RuntimeError") from None
+        if e.cause is None:
             raise
 
 
@@ -272,19 +281,25 @@ def _one_accumulation(answer, model, held, ranks):
     want = inputs.token_mean(model, held)
     start = [p.detach().clone() for p in model.parameters()]
     replicas = [copy.deepcopy(model) for _ in range(ranks)]
-    for p in (p for m in replicas for p in (m.embed.weight, m.out.bias)):
+    for p in (p for m in replicas for p in m.parameters()):
         p.grad = torch.randn_like(p)  # of an earlier step
     given = [core.clone(h) for h in held]
+    for replica, mine in zip(replicas, given, strict=True):
+        _one_graph_at_a_time(replica, mine)
     what = f"{' + '.join(str(len(h)) for h in held)} microbatches on {ranks} rank{'s' * (ranks > 1)}"
     body = lambda d: answer(replicas[d.rank], given[d.rank], d)  # noqa: E731
     group, _ = inputs.run(ranks, body, f"{what}: accumulate")
     for r, replica in enumerate(replicas):
+        now, then = ([t for pair in h for t in pair] for h in (given[r], held[r]))
+        same = len(now) == len(then) and all(map(torch.equal, now, then))
+        core.require(same, f"{what}: the microbatches of rank {r} have changed; they are the caller's")
         for (name, p), s in zip(replica.named_parameters(), start, strict=True):
             where = f"{what}: gradient of {name} on rank {r}"
             core.require(torch.equal(p, s), f"{where}: the weights have changed; the caller makes the step")
             if want[name] is None:
                 why = "no rank used it" if p.requires_grad else "it is frozen"
-                core.require(p.grad is None, f"{where}: expected None, since {why}, got {core.kind(p.grad)}")
+                said = f"{where}: expected None, since {why}, got {core.kind(p.grad)}"
+                core.require(p.grad is None, f"{said}; before, it held a gradient of an earlier step")
                 continue
             core.require(p.grad is not None, f"{where}: there is none")
             core.close(p.grad, want[name], where, rtol=1e-3, atol=1e-6)
@@ -292,6 +307,25 @@ def _one_accumulation(answer, model, held, ranks):
         sent = sum(n for _, n in group.collectives(r))
         said = f"rank {r} of {ranks} hands {sent} bytes to collectives; the gradients have {total}"
         core.require(total <= sent <= total + 80 or ranks == 1, f"{said}, and travel once")
+
+
+def _one_graph_at_a_time(model, microbatches):
+    "A forward pass raises `Wrong` where an earlier one still waits for its backward, or the input is larger."
+    most = max((x.numel() for x, _ in microbatches), default=0)
+    unknown = sum(not (y >= 0).any() for _, y in microbatches)  # these need no backward
+    waiting = set()
+
+    def forward(module, given, out):
+        words = given[0].numel()
+        said = f"the model was given {words} words at once; the largest microbatch of this rank has {most}"
+        core.require(words <= most, said)
+        if out.requires_grad:
+            said = "accumulate holds the graphs of several microbatches; call backward() after each of them"
+            core.require(len(waiting) <= unknown, said)
+            waiting.add(out.grad_fn)
+            out.register_hook(lambda g, node=out.grad_fn: waiting.discard(node))
+
+    model.register_forward_hook(forward)
 
 
 def _no_token(answer, model, pairs):
@@ -322,6 +356,7 @@ def checkpoints(save, resume):
                 f.mkdir()
             _stop_and_go(save, resume, ranks, [str(f / "run.pt") for f in folders])
             _torn(save, ranks, str(folders[0] / "run.pt"))
+            _in_one_step(save, ranks, str(folders[0] / "run.pt"))
 
 
 def _trainer(seed, widths, rate):
@@ -387,14 +422,40 @@ class _Fails(nn.Linear):
 
 def _torn(save, ranks, path):
     "A save that fails in the middle leaves the older file as it was."
-    before = pathlib.Path(path).read_bytes()
+    file, failed = pathlib.Path(path), False
+    before = file.read_bytes()
     try:
         inputs.run(ranks, lambda d: save(path, 9, _Fails(2, 2), _trainer(0, (2, 2), 0.1)[1], d), "save")
     except core.Wrong:
+        failed = True
+    said = "save of a state that can't be pickled: expected its exception, and nothing was raised"
+    core.require(failed, said)
+    said = "a save failed in the middle, and the older file is gone or cut: write to another file, then"
+    core.require(file.exists() and file.read_bytes() == before, f"{said} os.replace it")
+
+
+def _in_one_step(save, ranks, path):
+    "The older file is never written to, moved or removed: another file of its folder replaces it."
+    calls = []  # of os: name, paths
+    path, remedy = os.path.realpath(path), "write to another name in the same folder, then os.replace it"
+
+    def noting(name, call):
+        def noted(*args, **options):
+            given = [*args, *(options[k] for k in ("path", "src", "dst") if k in options)]
+            calls.append((name, [os.path.realpath(p) for p in given]))
+            return call(*args, **options)
+
+        return mock.patch.object(os, name, noted)
+
+    with open(path, "rb") as old, contextlib.ExitStack() as patches:
+        for name in ("remove", "unlink", "rename", "replace"):
+            patches.enter_context(noting(name, getattr(os, name)))
+        inputs.run(ranks, lambda d: save(path, 9, *_trainer(0, (2, 2), 0.1), d), "save over an older file")
+        same = os.path.samestat(os.fstat(old.fileno()), os.stat(path))
+    core.require(not same, f"save writes into the older file, which is cut if that is killed: {remedy}")
+    for name, (source, *target) in calls:
         core.require(
-            pathlib.Path(path).exists() and pathlib.Path(path).read_bytes() == before,
-            "a save failed in the middle, and the older file is gone or cut: write to another file, then "
-            "os.replace it",
+            source != path, f"os.{name} takes the older file away before the new one is there: {remedy}"
         )
-        return
-    raise core.Wrong("save of a state that can't be pickled: expected its exception, and nothing was raised")
+        near = target != [path] or os.path.dirname(source) == os.path.dirname(path)
+        core.require(near, f"the new file comes from another folder, perhaps of another disk: {remedy}")

@@ -10,8 +10,8 @@ from course_lib import checking as core
 from course_lib import group as groups
 
 
-def run(size, fn, what):
-    "Run `fn(dist)` on a group of `size` ranks; the group and the results, or one sentence."
+def run(size, fn, what, advice=""):
+    "`fn(dist)` on `size` ranks: the group and the results, or one sentence, with `advice` on their order."
     group = groups.Group(size)
     try:
         return group, group.run(fn)
@@ -23,7 +23,8 @@ def run(size, fn, what):
         wrong.cause = cause
         raise wrong from None
     except (groups.Stuck, groups.Misuse) as e:
-        raise core.Wrong(f"{what} on {size} ranks: {e}") from None
+        advice = advice if "the same order" in str(e) else ""
+        raise core.Wrong(f"{what} on {size} rank{'s' * (size > 1)}: {e}{advice}") from None
 
 
 def of_step(group, rank, step):

@@ -21,7 +21,7 @@ def draw_copies(losses, apart, together=None):
         right.legend(loc="lower right", bbox_to_anchor=(1.0, 0.06))
     right.set_ylim(-0.01 if together else 0)
     right.set_title("Distance between the copies")
-    right.set_ylabel("part of the way from the start")
+    right.set_ylabel("distance / the mean's way")
     for ax in (left, right):
         ax.set_xlabel("step")
     return fig
@@ -107,9 +107,10 @@ def size(nbytes):
 
 
 def draw_measured(sizes, seconds, model, where):
-    "Measured all-reduces beside the model, which passes through the first and the last."
+    "Measured all-reduces beside `model`, a function of bytes that passes through the first and the last."
     fig, ax = show.axes(figsize=(6.6, 3.2))
-    ax.loglog(sizes, [1e3 * t for t in model], "-", color=BLUE, label="model")
+    grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / 100) for i in range(101)]
+    ax.loglog(grid, [1e3 * model(n) for n in grid], "-", color=BLUE, label="model")
     ends, inner = [0, -1], range(1, len(sizes) - 1)
     for at, colour, name in ((ends, GREY, "measured, gives α and β"), (inner, RED, "measured, predicted")):
         ax.loglog([sizes[i] for i in at], [1e3 * seconds[i] for i in at], "o", color=colour, label=name)

@@ -1,5 +1,6 @@
 "Answers to the exercises of data_parallel: the course's, right ones of another style, and wrong ones."
 
+import io
 import itertools
 import os
 import shutil
@@ -195,6 +196,27 @@ class a_second_backward_passes(_Hooks):
         super().on_gradient(p)
 
 
+class Named(_Hooks):
+    "Right: an error of its own kind."
+
+    class Twice(RuntimeError):
+        pass
+
+    def on_gradient(self, p):
+        if p in self.arrived:
+            raise self.Twice("gradient arrived twice; call finish()")
+        super().on_gradient(p)
+
+
+class none_where_nothing_arrived(_Hooks):
+    def finish(self):
+        came = torch.tensor([p in self.arrived for p in self.params], dtype=torch.int32)
+        super().finish()
+        self.dist.all_reduce(came)
+        for p, n in zip(self.params, came.tolist(), strict=True):
+            p.grad = p.grad if n else None
+
+
 class keeps_its_own_buffers(_Hooks):
     def __init__(self, model, dist):
         own = [b.clone() for b in model.buffers()]
@@ -313,11 +335,13 @@ def _loss(model, x, y, reduction="sum"):
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=reduction, ignore_index=-100)
 
 
-def _accumulate(model, microbatches, dist, clear=True, known=True, divide=None, none=True):
+def _accumulate(
+    model, microbatches, dist, clear=True, known=True, divide=None, none=True, own=0, frozen=False
+):
     params = [p for p in model.parameters() if p.requires_grad]
-    for p in params if clear else ():
+    for p in (params if frozen else model.parameters()) if clear else ():
         p.grad = None
-    tokens = 0
+    tokens = own
     for x, y in microbatches:
         _loss(model, x, y).backward()
         tokens += int((y != -100).sum()) if known else y.numel()
@@ -333,12 +357,41 @@ def _accumulate(model, microbatches, dist, clear=True, known=True, divide=None, 
             p.grad /= divide(own, dist) if divide else counts[0]
 
 
-def one_backward(model, microbatches, dist):
-    "Right: one loss of all microbatches, gradients by autograd.grad, float64 counts."
+def one_graph_of_all(model, microbatches, dist):
+    "The memory that accumulation saves is used."
+    model.zero_grad()
+    if microbatches:
+        sum(_loss(model, x, y) for x, y in microbatches).backward()
+    _accumulate(model, [], dist, clear=False, own=sum(int((y >= 0).sum()) for _, y in microbatches))
+
+
+def clears_the_trained_alone(model, microbatches, dist):
+    _accumulate(model, microbatches, dist, frozen=True)
+
+
+def clears_to_zeros(model, microbatches, dist):
+    model.zero_grad(set_to_none=False)
+    _accumulate(model, microbatches, dist, clear=False)
+
+
+def writes_into_the_labels(model, microbatches, dist):
+    _accumulate(model, microbatches, dist)
+    for _, y in microbatches:
+        y.clamp_(min=0)
+
+
+def by_autograd_grad(model, microbatches, dist):
+    "Right: gradients by autograd.grad, float64 counts; microbatches without a known label are left out."
     params = [p for p in model.parameters() if p.requires_grad]
-    loss = sum(_loss(model, x, y) for x, y in microbatches)
-    known = float(sum((y >= 0).sum() for _, y in microbatches))
-    grads = torch.autograd.grad(loss, params, allow_unused=True) if microbatches else [None] * len(params)
+    model.zero_grad()
+    grads, known = [None] * len(params), 0.0
+    for x, y in microbatches:
+        if (y >= 0).any():
+            new = torch.autograd.grad(_loss(model, x, y), params, allow_unused=True)
+            grads = [
+                b if a is None else a + b if b is not None else a for a, b in zip(grads, new, strict=True)
+            ]
+            known += float((y >= 0).sum())
     counts = torch.tensor([known, *(g is not None for g in grads)], dtype=torch.float64)
     dist.all_reduce(counts)
     if not known and not counts[0]:
@@ -479,6 +532,32 @@ def leaves_the_other_file(path, step, model, opt, dist):
     dist.barrier()
 
 
+def copies_the_bytes(path, step, model, opt, dist):
+    if dist.get_rank() == 0:
+        whole = io.BytesIO()
+        torch.save({"step": step, "model": model.state_dict(), "opt": opt.state_dict()}, whole)
+        with open(path, "wb") as f:
+            f.write(whole.getvalue())
+    dist.barrier()
+
+
+def removes_the_old_first(path, step, model, opt, dist):
+    if dist.get_rank() == 0:
+        torch.save({"step": step, "model": model.state_dict(), "opt": opt.state_dict()}, path + ".tmp")
+        if os.path.exists(path):
+            os.remove(path)
+        os.rename(path + ".tmp", path)
+    dist.barrier()
+
+
+def from_another_folder(path, step, model, opt, dist):
+    if dist.get_rank() == 0:
+        other = os.path.dirname(path) + ".elsewhere"
+        torch.save({"step": step, "model": model.state_dict(), "opt": opt.state_dict()}, other)
+        shutil.move(other, path)
+    dist.barrier()
+
+
 def without_the_optimizer(path, model, opt, dist):
     return _resume(path, model, opt, dist, optimizer=False)
 
@@ -493,9 +572,9 @@ def one_step_further(path, model, opt, dist):
 
 RIGHT = {
     "data_parallel.1": [in_one_loop, by_parity],
-    "data_parallel.2": [Countdown, NumberedHooks],
+    "data_parallel.2": [Countdown, NumberedHooks, Named],
     "data_parallel.3": [CopiesBack, CountsDown],
-    "data_parallel.4": [one_backward, scaled_first],
+    "data_parallel.4": [by_autograd_grad, scaled_first],
     "data_parallel.5": [(waits_by_a_sum, from_a_tuple), (_save, _resume)],
 }
 
@@ -503,13 +582,16 @@ MUTANTS = {
     "data_parallel.1": [pads_to_equal_chunks, loses_the_last_chunk, one_step_too_few_in_the_second_half,
                         never_waits_for_its_sends, in_a_chain],
     "data_parallel.2": [sums, zero_in_place_of_none, divides_by_those_who_used_it, in_the_order_of_arrival,
-                        everything_in_finish, a_second_backward_passes, keeps_its_own_buffers],
+                        everything_in_finish, a_second_backward_passes, keeps_its_own_buffers,
+                        none_where_nothing_arrived],
     "data_parallel.3": [cuts_the_bucket_that_is_exactly_full, counts_numbers_for_bytes, mixes_dtypes,
                         blocks_in_the_hook, as_each_is_full, reads_the_last_step_s_arrivals],
     "data_parallel.4": [mean_of_the_ranks_means, counts_the_unknown_too, keeps_old_gradients,
-                        zeros_for_the_unused, goes_home_without_data, travels_with_every_microbatch],
+                        zeros_for_the_unused, goes_home_without_data, travels_with_every_microbatch,
+                        one_graph_of_all, clears_the_trained_alone, clears_to_zeros, writes_into_the_labels],
     "data_parallel.5": [*((save, solutions.resume) for save in
-                          (by_copying_the_old, on_every_rank, without_a_barrier, leaves_the_other_file)),
+                          (by_copying_the_old, on_every_rank, without_a_barrier, leaves_the_other_file,
+                           copies_the_bytes, removes_the_old_first, from_another_folder)),
                         *((solutions.save, resume) for resume in
                           (without_the_optimizer, on_rank_zero_alone, one_step_further))],
 }  # fmt: skip
