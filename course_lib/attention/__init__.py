@@ -1,0 +1,121 @@
+"What lesson attention keeps: contraction in the interpreter, blocks of a mask, molecules, fallbacks."
+
+import contextlib
+import inspect
+
+import numpy as np
+import torch
+
+from course_lib import show
+
+LOG2E = 1.4426950408889634
+# TFLOP/s of forward passes in dialects of Triton on an H100, head size 128, length 8,192, not causal:
+# facebookexperimental/triton, pull requests 205, 206 and 829.
+PUBLISHED = {
+    "plain": 464,
+    "warp-specialised": 526,
+    "+ pipelined": 581,
+    "+ ping-pong": 599,
+    "+ persistent": 608,
+}
+
+
+def said(guess, value, unit):
+    "A measured value with its unit, and the guess, where there is one."
+    return f"{show.number(float(value))} {unit}" + (f" (you said {guess})" if guess is not None else "")
+
+
+@contextlib.contextmanager
+def contraction(on=True):
+    """Kernels launched inside run in Triton's interpreter on CPU tensors; `on` contracts as a compiler does.
+
+    Of `a * b - c`, `c - a * b` and `a * b + c` in float32 the product is then not rounded, as in an FMA.
+    Both steps are in float64, where the product of two float32 numbers is exact, and rounded once.
+    """
+    from course_lib.kernels import interpret
+
+    def binary(op):
+        def run(self, lhs, rhs):
+            out = self.binary_op(lhs, rhs, op)
+            single = lhs.dtype.scalar == interpret.tl.float32
+            if op is np.multiply:
+                out.factors = (lhs.data, rhs.data) if single else None
+                return out
+            products = [i for i, side in enumerate((lhs, rhs)) if getattr(side, "factors", None)]
+            if single and products:
+                sides = [lhs.data.astype(np.float64), rhs.data.astype(np.float64)]
+                a, b = (lhs, rhs)[products[0]].factors
+                sides[products[0]] = a.astype(np.float64) * b
+                out = interpret.Handle(op(*sides).astype(np.float32), out.dtype)
+            return out
+
+        return run
+
+    def launch(fn, grid, args, kwargs):
+        names = inspect.signature(fn).parameters
+        bound = inspect.signature(fn).bind(*args, **{k: v for k, v in kwargs.items() if k in names})
+        interpret.execute(fn, grid, bound.arguments)
+
+    rounded = {"create_fmul": np.multiply, "create_fsub": np.subtract, "create_fadd": np.add}
+    methods = {name: binary(op) for name, op in rounded.items()} if on else {}
+    with interpret.everything(launch, **methods):
+        yield
+
+
+def blocks(n=320, rows=64, keys=32, causal=True):
+    """The blocks of an n x n score matrix, `rows` x `keys` each: lists of "free", "edge", "empty".
+
+    A free block has every score, an edge block needs a mask, an empty one has none.
+    """
+    found = []
+    for first in range(0, n, rows):
+        last = min(first + rows, n) - 1
+        line = []
+        for start in range(0, n, keys):
+            whole = start + keys <= n and (not causal or start + keys - 1 <= first)
+            line.append("free" if whole else "edge" if start <= last or not causal else "empty")
+        found.append(line)
+    return {"n": n, "rows": rows, "keys": keys, "causal": causal, "blocks": found}
+
+
+def count(blocks):
+    "{kind: how many blocks} of what `blocks` gives."
+    kinds = [kind for line in blocks["blocks"] for kind in line]
+    return {kind: kinds.count(kind) for kind in ("free", "edge", "empty")}
+
+
+def molecules(n, most=40, seed=0):
+    """Molecules of 5 to `most` atoms side by side, n atoms in all: (molecule of each atom, hops [n, n]).
+
+    A molecule is a tree of bonds with a few rings; hops of 0, 1, 2 are counted, 3 stands for farther. int32.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    which = torch.zeros(n, dtype=torch.int32)
+    bond = torch.eye(n, dtype=torch.bool)
+    start = number = 0
+    while start < n:
+        size = min(n - start, int(torch.randint(5, most + 1, (), generator=draw)))
+        which[start : start + size] = number
+        for atom in range(1, size):
+            for _ in range(1 + (atom % 6 == 5)):  # a second bond closes a ring
+                other = atom - 1 - int(torch.randint(min(atom, 3), (), generator=draw))
+                bond[start + atom, start + other] = bond[start + other, start + atom] = True
+        start, number = start + size, number + 1
+    hops = torch.full((n, n), 3, dtype=torch.int32)
+    near = bond.float()
+    hops[near @ near > 0] = 2
+    hops[bond] = 1
+    return which, hops.fill_diagonal_(0)
+
+
+def refuse_fallback(what):
+    """Raise RuntimeError where Dynamo gave up compiling since its last reset: `what` then ran unfused.
+
+    Past `torch._dynamo.config.recompile_limit` a call runs eagerly, with one warning in the log.
+    """
+    frames = torch._dynamo.utils.counters["frames"]
+    if frames["total"] != frames["ok"] or not frames["ok"]:
+        raise RuntimeError(
+            f"{what}: {frames['total'] - frames['ok']} of {frames['total']} compilations were given up, and "
+            "calls ran unfused. This is no figure of a fused kernel: call torch._dynamo.reset() first"
+        )

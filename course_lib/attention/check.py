@@ -1,0 +1,201 @@
+"""Checks of attention. Oracles: softmax(q k^T) v with all scores in float64, masks by loops over integers.
+
+Kernels run as in lesson triton: under `watch`, then compiled for an H200.
+"""
+
+import math
+import random
+
+import torch
+
+from course_lib import attention as lesson
+from course_lib import checking as core
+from course_lib import meter
+from course_lib.checking import close, exercise, require, yours  # noqa: F401
+from course_lib.triton.check import BF16, FULL, HALF, NAMES, Kernel
+
+INF = math.inf
+RTOL = {FULL: 2e-5, HALF: 2e-3, BF16: 1.5e-2}  # of weights in the dtype, beside the largest value
+
+
+def dense(q, k, v, scale, keep=None):
+    "(out, lse) in float64; a row without keys has out 0 and lse -inf."
+    scores = q.double() @ k.double().mT * scale
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -INF)
+    return scores.softmax(-1).nan_to_num() @ v.double(), scores.logsumexp(-1)
+
+
+def same(got, want, what, rtol=2e-5):
+    "Require (out, lse), each with a sentence of its own; lse may be -inf."
+    out, lse = core.parts(got, "out lse", what)
+    close(out, want[0], f"out, {what}", rtol=rtol, atol=rtol * want[0].abs().max().item())
+    ends = [t.double().nan_to_num(nan=7e37) if isinstance(t, torch.Tensor) else t for t in (lse, want[1])]
+    close(ends[0], ends[1], f"lse, {what}", rtol=2e-5, atol=2e-5)
+
+
+SCORES = {  # factors of the keys: each kind shows another mistake
+    "gaussian scores": lambda n: torch.ones(n, 1),
+    "scores that rise": lambda n: torch.linspace(0.1, 60, n)[:, None],
+    "scores that fall": lambda n: torch.linspace(60, 0.1, n)[:, None],
+    "scores far below zero": lambda n: -torch.linspace(90, 30, n)[:, None],
+}
+
+
+def parts_once(sizes, *wholes):
+    "The parts of tensors, one after another; a part is overwritten when the next is asked for."
+    for pieces in zip(*(t.split(sizes, dim=-1 if t.dtype == torch.bool else 0) for t in wholes), strict=True):
+        given = [p.clone() for p in pieces]
+        yield tuple(given)
+        for t in given:
+            t.copy_(core.poison(*t.shape) if t.dtype != torch.bool else ~t)
+
+
+@exercise("attention.1", "one pass, no matrix of all scores, rows without keys as stated")
+def online(answer):
+    core.need_callable(answer)
+    for trial, (kind, factor) in enumerate(SCORES.items()):
+        n, width, wide = core.ragged(5, 40, 3)
+        sizes = [random.randrange(1, 23) for _ in range(6)]
+        total = sum(sizes)
+        q, k, v = torch.randn(n, width), torch.randn(total, width), torch.randn(total, wide) + 2
+        if trial in (1, 2, 3):
+            q, k = q.abs(), k.abs() * factor(total)
+        keep = torch.rand(n, total) < 0.6
+        keep[0], keep[1, : -sizes[-1]], keep[2, sizes[0] :], keep[3] = False, False, False, True
+        scale, what = random.uniform(0.2, 0.6), f"{n} queries, keys in blocks of {sizes}, {kind}"
+        got = core.call(answer, q, parts_once(sizes, k, v, keep), scale)
+        same(got, dense(q, k, v, scale, keep), what, rtol=5e-5)
+    q, k, v = torch.randn(64, 4), torch.randn(4096, 4), torch.randn(4096, 4)
+    blocks = zip(
+        k.split(32), v.split(32), torch.ones(64, 4096, dtype=torch.bool).split(32, dim=1), strict=True
+    )
+    peak = meter.peak_memory(answer, q, blocks, 0.5)
+    most = 64 * 4096 * 4 // 4
+    size = f"{peak:,} bytes at its peak, where {most:,} are ample"
+    require(peak < most, f"64 queries, 4,096 keys in blocks of 32: {size}: keep no block and no scores")
+
+
+@exercise("attention.2", "any two parts, large and small lse, parts without keys")
+def merge(answer):
+    core.need_callable(answer)
+    for trial, shift in enumerate((0.0, 300.0, -400.0, 0.0)):
+        heads, n, total, wide = core.ragged(2, 9, 4)
+        q, k, v = (
+            torch.randn(heads, n, 6),
+            torch.randn(heads, 9 * total, 6),
+            torch.randn(heads, 9 * total, wide),
+        )
+        k[..., 0], q[..., 0] = k[..., 0] * 0 + shift, 1.0  # adds to all scores of a row alike
+        keep = torch.rand(n, 9 * total) < 0.7
+        cut = random.randrange(1, 9 * total - 1)
+        keep[0], keep[1, :cut], keep[2 % n, cut:] = False, False, False
+        pieces = [dense(q, k[:, s], v[:, s], 0.9, keep[:, s]) for s in (slice(cut), slice(cut, None))]
+        pieces = [t.float() for piece in pieces for t in piece]
+        if trial == 3:  # one part far above the other
+            pieces[1] = pieces[1] + 200.0
+        lse = torch.logaddexp(pieces[1].double(), pieces[3].double())
+        shares = [(t.double() - lse).exp().nan_to_num()[..., None] for t in (pieces[1], pieces[3])]
+        want = shares[0] * pieces[0].double() + shares[1] * pieces[2].double(), lse
+        what = f"{heads} heads of {n} queries, {cut} and {9 * total - cut} keys, lse near {shift:g}"
+        same(core.call(answer, *pieces), want, what, rtol=1e-4 if shift else 2e-5)
+
+
+CASES = (  # dtype, head size, rows and keys of a tile, causal
+    (HALF, 32, 32, 16, False),
+    (BF16, 64, 16, 32, True),
+    (HALF, 128, 32, 32, True),
+    (FULL, 16, 32, 16, False),
+    (FULL, 16, 16, 16, True),
+)
+
+
+def flash_cases(answer, least):
+    "Run a kernel of 11 arguments on ragged lengths; `least`: only blocks that hold a score may be loaded."
+    kernel = Kernel(answer, 11, "CAUSAL", "D", "BM", "BN")
+    for trial, (dtype, d, bm, bn, causal) in enumerate(CASES):
+        heads, scale = random.randrange(2, 4), random.uniform(0.3, 0.9)
+        n = random.choice((2, 3)) * max(bm, bn) + random.randrange(1, min(bm, bn))
+        kind, factor = list(SCORES.items())[trial % 4]
+        q, k, v = (torch.randn(heads, n, d) for _ in range(3))
+        if trial in (1, 2, 3):
+            q, k = q.abs() / d**0.5, k.abs() * factor(n) / 8
+        q, k, v = q.to(dtype), k.to(dtype), (v + 1).to(dtype)
+        out, lse = core.poison(heads, n, d, dtype=dtype), core.poison(heads, n)
+        what = f"{heads} heads, n {n}, D {d}, {NAMES[dtype]}, CAUSAL {causal}, BM {bm}, BN {bn}, {kind}"
+        ends = [min(first + bm, n) if causal and least else n for first in range(0, n, bm)]
+        most = sum(min(-(-end // bn) * bn, n) for end in ends) * heads * d
+        sizes = {"CAUSAL": causal, "D": d, "BM": bm, "BN": bn}
+        counts = {"once": ({0: "q"}, {3: "out", 4: "lse"}), "limits": {1: most, 2: most}}
+        kernel.run((-(-n // bm), heads), q, k, v, out, lse, n, scale, **sizes, what=what, **counts)
+        keep = torch.ones(n, n, dtype=torch.bool).tril() if causal else None
+        same((out, lse), dense(q, k, v, scale, keep), what, RTOL[dtype])
+    kernel.compiles()
+
+
+@exercise("attention.3", "out and lse right for ragged lengths, four head sizes, fp32, fp16 and bf16")
+def flash(answer):
+    flash_cases(answer, least=False)
+
+
+@exercise("attention.4", "right, and no block without a score is loaded")
+def skipping(answer):
+    flash_cases(answer, least=True)
+
+
+@exercise("attention.5", "right with contraction on and off, for every size of the scores")
+def contracted(answer):
+    kernel = Kernel(answer, 4, "BLOCK")
+    for block in random.sample((16, 32, 64), 2):
+        rows, scale = random.randrange(4, 8), random.uniform(0.1, 0.2)
+        s = 40 * torch.randn(rows, block)
+        s[0] = -random.uniform(1e30, 3e30)
+        s[1] = random.uniform(1e12, 2e12)
+        s[2, block // 3 :] = -random.uniform(1e30, 3e30)
+        s[3] = -random.uniform(1e5, 2e5) + 30 * torch.randn(block)
+        want = (s.double() * scale * math.log(2)).softmax(-1)
+        for on in (None, False, True):
+            p, what = core.poison(rows, block), f"{rows} rows of {block}, scale {scale:.3f}"
+            if on is None:
+                kernel.run((rows,), s, p, scale, BLOCK=block, what=what, once=({0: "s"}, {1: "p"}))
+            else:
+                with lesson.contraction(on):
+                    kernel.kernel[(rows,)](s, p, scale, BLOCK=block)
+            what += f", contraction {'on' if on else 'off'}"
+            for row, size in enumerate(("all -1e30", "all 1e12", "some -1e30", "near -1e5")):
+                close(p[row], want[row], f"weights of a row with {size}, {what}", rtol=2e-3, atol=1e-6)
+            close(p, want, f"weights, {what}", rtol=1e-4 if not on else 2e-3, atol=1e-6)
+    kernel.compiles()
+
+
+def masked(fn, name, made, allowed):
+    "Require `fn(*made)` to be a mask_mod that allows what `allowed` [batch][query][key] says."
+    from torch.nn.attention.flex_attention import create_mask
+
+    mod, n = core.call(fn, *made), len(allowed[0])
+    core.need_callable(mod, f"a function of (b, h, q_idx, kv_idx) from {name}")
+    try:
+        got = create_mask(mod, len(allowed), 2, n, n, device="cpu")
+    except Exception as e:
+        raise core.Wrong(f"create_mask of {name}{core.shapes(made)} raised {core.describe(e)}") from None
+    require(got.dtype == torch.bool, f"{name}: expected booleans, got {got.dtype}")
+    for b, i, j in (got[:, 1] != torch.tensor(allowed)).nonzero().tolist():
+        says = "may not" if got[b, 1, i, j] else "may"
+        raise core.Wrong(f"{name}{core.shapes(made)}: in batch {b} query {i} {says} see key {j}")
+
+
+@exercise("attention.6", "four masks, each position by position")
+def masks(sliding, documents, neighbours, prefix):
+    for n in (7, 19):
+        at = range(n)
+        window, width, radius = random.randrange(2, n - 2), random.randrange(3, 6), random.randrange(1, 3)
+        masked(sliding, "sliding", (window,), [[[0 <= i - j < window for j in at] for i in at]])
+        doc = torch.randint(4, (n,)) * 3
+        of = doc.tolist()
+        masked(documents, "documents", (doc,), [[[j <= i and of[i] == of[j] for j in at] for i in at]])
+        near = [[[abs(i // width - j // width) <= radius and abs(i % width - j % width) <= radius for j in at]
+                 for i in at]]  # fmt: skip
+        masked(neighbours, "neighbours", (width, radius), near)
+        lengths = random.sample(range(1, n), random.randrange(2, 4))
+        seen = [[[j <= i or j < long for j in at] for i in at] for long in lengths]
+        masked(prefix, "prefix", (torch.tensor(lengths),), seen)
