@@ -6,8 +6,6 @@ import inspect
 import numpy as np
 import torch
 
-from course_lib import show
-
 LOG2E = 1.4426950408889634
 # TFLOP/s of forward passes in dialects of Triton on an H100, head size 128, length 8,192, not causal:
 # facebookexperimental/triton, pull requests 205, 206 and 829.
@@ -18,11 +16,6 @@ PUBLISHED = {
     "+ ping-pong": 599,
     "+ persistent": 608,
 }
-
-
-def said(guess, value, unit):
-    "A measured value with its unit, and the guess, where there is one."
-    return f"{show.number(float(value))} {unit}" + (f" (you said {guess})" if guess is not None else "")
 
 
 @contextlib.contextmanager

@@ -102,7 +102,9 @@ def draw_powers(found):
     nan = [p for p, (_, rows) in found.items() if rows]
     ax.semilogy(nan, [found[p][0] for p in nan], "o", color=RED, ms=5, label="some row is NaN")
     ax.axhline(128, color=BLUE, ls="--", lw=1)
-    ax.text(powers[0], 200, "128: above it 2ˣ is infinite in fp32", color=BLUE, fontsize=9)
+    ax.text(
+        powers[-1], 10, "from 128 on 2ˣ is infinite in fp32", color=BLUE, fontsize=9, ha="right", va="top"
+    )
     ax.set(xlabel="scores of −10 to this power", ylabel="|exponent| of the largest score",
            title="With an FMA: an exponent that should be 0")  # fmt: skip
     ax.legend(loc="lower right")
@@ -110,15 +112,16 @@ def draw_powers(found):
 
 
 def draw_masks(masks):
-    "Block masks {name: BlockMask} at 128 x 128: free blocks black, edge blocks grey, with the share computed."
+    "Block masks {name: BlockMask}: free blocks black, edge blocks grey, with the share computed."
     fig, axes = show.axes(1, len(masks), figsize=(1.45 * len(masks), 2.1))
     for ax, (name, mask) in zip(axes, masks.items(), strict=True):
-        some, whole = (_dense(*part) for part in ((mask.kv_num_blocks, mask.kv_indices),
-                                                  (mask.full_kv_num_blocks, mask.full_kv_indices)))  # fmt: skip
+        some = _dense(mask.kv_num_blocks, mask.kv_indices)
+        whole = _dense(mask.full_kv_num_blocks, mask.full_kv_indices)
         ax.imshow(some * 0.35 + whole, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         ax.set(xticks=[], yticks=[])
         ax.set_title(f"{name}\n{(some + whole).mean():.0%}", fontsize=9, loc="center")
         ax.grid(False)
+        ax.spines[:].set_visible(True)
     axes[0].set_ylabel("query")
     axes[len(masks) // 2].set_xlabel("key; % of blocks that are computed, 2,048 tokens")
     return fig
@@ -132,16 +135,3 @@ def _dense(numbers, indices):
     for row, (n, line) in enumerate(zip(numbers, indices, strict=True)):
         out[row, line[:n]] = 1
     return out
-
-
-def draw_flex(found):
-    "How many times as fast as dense attention, over the share of blocks computed: {name: (share, ratio)}."
-    fig, ax = show.axes(figsize=(6.4, 3.6))
-    shares = [s / 100 for s in range(1, 101)]
-    ax.loglog(shares, [1 / s for s in shares], color=GREY, ls="--", lw=1, label="1 / share")
-    for name, (share, ratio) in found.items():
-        ax.loglog(share, ratio, "o", color=BLUE)
-        ax.annotate(name, (share, ratio), xytext=(5, 4), textcoords="offset points", fontsize=8.5)
-    ax.set(xlabel="share of blocks computed", ylabel="times as fast as dense with a mask")
-    ax.legend()
-    return fig

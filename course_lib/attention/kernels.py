@@ -1,11 +1,10 @@
-"""Flash attention forward for Hopper in Gluon, Triton's lower language.
+"""Flash attention forward for Hopper in Gluon, Triton's lower language: warps, shared memory and barriers.
 
-A program has a warp that loads (`producer`) and two groups of four warps that compute (`consumer`), 64 queries
-each. The last block of keys comes first: it alone is masked. In the loop the next block's scores are computed
-while the exponentials of this one are (FlashAttention-3, arXiv 2407.08608). The two groups take turns at
-starting products, so that one has the tensor cores while the other has the exponentials. A program computes tile
-after tile, those with the most keys first, and the loads of the next tile overlap the end of this one. Heads go
-in groups whose keys and values fit in the L2 cache.
+A program has a warp that loads (`producer`) and two groups of four warps that compute (`consumer`), 64
+queries each. The last block of keys comes first: it alone is masked. In the loop the next scores are
+computed while the exponentials of this one are (FlashAttention-3, arXiv 2407.08608). The groups start products
+by turns: one has the tensor cores while the other has the exponentials. A program computes tile after tile,
+those with the most keys first, and loads of the next tile overlap the end of this one.
 """
 
 import inspect
@@ -45,6 +44,15 @@ def tile_of(
 
 
 @gluon.jit
+def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    "Barriers that COUNT arrivals complete."
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), count=COUNT)
+    return made
+
+
+@gluon.jit
 def producer(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, n,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -70,15 +78,13 @@ def producer(
 
 @gluon.jit
 def consumer(
-    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, out_ptr, lse_ptr, heads, n, scale,
-    ME: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr,
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, out_ptr, lse_ptr, heads, n,
+    scale, ME: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BM // 2
-    S: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])  # noqa: E741
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -158,32 +164,20 @@ def flash_kernel(
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2, BM // 2, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(k_empty.index(slot), count=2)
-        mbarrier.init(v_empty.index(slot), count=2)
-    for me in gl.static_range(2):
-        mbarrier.init(turns.index(me), count=1)
+    q_full, q_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    turns = barriers(2, 1)
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, out_ptr, lse_ptr,
-                        heads, n, scale, 0, CAUSAL, GROUP, D, BM, BN, STAGES)),
-            (consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, out_ptr, lse_ptr,
-                        heads, n, scale, 1, CAUSAL, GROUP, D, BM, BN, STAGES)),
-            (producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        heads, n, CAUSAL, GROUP, BM, BN, STAGES)),
+            (consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                        out_ptr, lse_ptr, heads, n, scale, 0, CAUSAL, GROUP, D, BM, BN, STAGES)),
+            (consumer, (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                        out_ptr, lse_ptr, heads, n, scale, 1, CAUSAL, GROUP, D, BM, BN, STAGES)),
+            (producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, heads, n, CAUSAL, GROUP, BM, BN, STAGES)),
         ],
         [4, 1],  # warps of the second and third
         [240, 24],  # their registers

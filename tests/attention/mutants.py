@@ -140,7 +140,7 @@ RIGHT = {
                                                               (i % width - j % width).abs()) <= r,
             lambda long: lambda b, h, i, j: j < torch.maximum(long[b], i + 1),
         ),
-        FOUR[:3] + (lambda long: lambda b, h, i, j: ~((j >= long[b]) & (j > i)),),
+        (*FOUR[:3], lambda long: lambda b, h, i, j: ~((j >= long[b]) & (j > i))),
     ],
 }  # fmt: skip
 
