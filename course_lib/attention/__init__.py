@@ -80,24 +80,22 @@ def count(blocks):
 def molecules(n, most=40, seed=0):
     """Molecules of 5 to `most` atoms side by side, n atoms in all: (molecule of each atom, hops [n, n]).
 
-    A molecule is a tree of bonds with a few rings; hops of 0, 1, 2 are counted, 3 stands for farther. int32.
+    A molecule is a tree of bonds with a few rings. Hops of 0, 1 and 2 are counted; 3 is farther. int32, int8.
     """
     draw = torch.Generator().manual_seed(seed)
-    which = torch.zeros(n, dtype=torch.int32)
-    bond = torch.eye(n, dtype=torch.bool)
+    which, hops = torch.zeros(n, dtype=torch.int32), torch.full((n, n), 3, dtype=torch.int8)
     start = number = 0
     while start < n:
         size = min(n - start, int(torch.randint(5, most + 1, (), generator=draw)))
-        which[start : start + size] = number
+        bond = torch.eye(size)
         for atom in range(1, size):
             for _ in range(1 + (atom % 6 == 5)):  # a second bond closes a ring
                 other = atom - 1 - int(torch.randint(min(atom, 3), (), generator=draw))
-                bond[start + atom, start + other] = bond[start + other, start + atom] = True
+                bond[atom, other] = bond[other, atom] = 1
+        mine = hops[start : start + size, start : start + size]
+        mine[bond @ bond > 0], mine[bond > 0] = 2, 1
+        which[start : start + size] = number
         start, number = start + size, number + 1
-    hops = torch.full((n, n), 3, dtype=torch.int32)
-    near = bond.float()
-    hops[near @ near > 0] = 2
-    hops[bond] = 1
     return which, hops.fill_diagonal_(0)
 
 

@@ -2,9 +2,9 @@
 
 A program has a warp that loads (`producer`) and two groups of four warps that compute (`consumer`), 64
 queries each. The last block of keys comes first: it alone is masked. In the loop the next scores are
-computed while the exponentials of this one are (FlashAttention-3, arXiv 2407.08608). The groups start products
-by turns: one has the tensor cores while the other has the exponentials. A program computes tile after tile,
-those with the most keys first, and loads of the next tile overlap the end of this one.
+computed while the exponentials of this block are (FlashAttention-3, arXiv 2407.08608). The groups start
+products by turns: one has the tensor cores while the other has the exponentials. A program computes tile
+after tile, those with the most keys first, and loads of the next tile overlap the end of this one.
 """
 
 import inspect

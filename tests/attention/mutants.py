@@ -24,19 +24,23 @@ REFERENCE = {
 SCOPE = {"torch": torch, "math": math, "triton": triton, "tl": tl, "attend_keys": solutions.attend_keys}
 
 
-def changed(number, *pairs, answer=None):
-    "An answer with each (old, new) text replaced. Triton reads a kernel's source, which `linecache` gives."
-    answer = answer or REFERENCE[number]
-    fn = getattr(answer, "fn", answer)
+def made(text, name):
+    "What a text defines. Triton reads a kernel's source, which `linecache` gives."
+    file = f"<{name}, {len(linecache.cache)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    scope = {"__name__": __name__, **SCOPE}
+    exec(compile(text, file, "exec"), scope)
+    return scope[name]
+
+
+def changed(number, *pairs):
+    "An answer with each (old, new) text replaced."
+    fn = getattr(REFERENCE[number], "fn", REFERENCE[number])
     text = inspect.getsource(fn)
     for old, new in pairs:
         assert old in text, f"{old!r} is not in the answer to {number}"
         text = text.replace(old, new)
-    file = f"<{fn.__name__}, {len(linecache.cache)}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    scope = {"__name__": __name__, **SCOPE}
-    exec(compile(text, file, "exec"), scope)
-    return scope[fn.__name__]
+    return made(text, fn.__name__)
 
 
 def by_merging(q, blocks, scale):
