@@ -38,7 +38,7 @@ SCORES = {  # factors of the keys: each kind shows another mistake
     "gaussian scores": lambda n: torch.ones(n, 1),
     "scores that rise": lambda n: torch.linspace(0.1, 60, n)[:, None],
     "scores that fall": lambda n: torch.linspace(60, 0.1, n)[:, None],
-    "scores far below zero": lambda n: -torch.linspace(90, 30, n)[:, None],
+    "scores far below zero": lambda n: torch.ones(n, 1),
 }
 
 
@@ -59,11 +59,14 @@ def online(answer):
         sizes = [random.randrange(1, 23) for _ in range(6)]
         total = sum(sizes)
         q, k, v = torch.randn(n, width), torch.randn(total, width), torch.randn(total, wide) + 2
-        if trial in (1, 2, 3):
+        scale = random.uniform(0.2, 0.6)
+        if trial in (1, 2):
             q, k = q.abs(), k.abs() * factor(total)
+        elif trial == 3:
+            q[:, 0], k[:, 0] = 1.0, -200 / scale
         keep = torch.rand(n, total) < 0.6
         keep[0], keep[1, : -sizes[-1]], keep[2, sizes[0] :], keep[3] = False, False, False, True
-        scale, what = random.uniform(0.2, 0.6), f"{n} queries, keys in blocks of {sizes}, {kind}"
+        what = f"{n} queries, keys in blocks of {sizes}, {kind}"
         got = core.call(answer, q, parts_once(sizes, k, v, keep), scale)
         same(got, dense(q, k, v, scale, keep), what, rtol=5e-5)
     q, k, v = torch.randn(64, 4), torch.randn(4096, 4), torch.randn(4096, 4)
@@ -79,7 +82,7 @@ def online(answer):
 @exercise("attention.2", "any two parts, large and small lse, parts without keys")
 def merge(answer):
     core.need_callable(answer)
-    for trial, shift in enumerate((0.0, 300.0, -400.0, 0.0)):
+    for trial, shift in enumerate((0.0, 1000.0, -1100.0, 0.0)):
         heads, n, total, wide = core.ragged(2, 9, 4)
         q, k, v = (
             torch.randn(heads, n, 6),
@@ -98,7 +101,7 @@ def merge(answer):
         shares = [(t.double() - lse).exp().nan_to_num()[..., None] for t in (pieces[1], pieces[3])]
         want = shares[0] * pieces[0].double() + shares[1] * pieces[2].double(), lse
         what = f"{heads} heads of {n} queries, {cut} and {9 * total - cut} keys, lse near {shift:g}"
-        same(core.call(answer, *pieces), want, what, rtol=1e-4 if shift else 2e-5)
+        same(core.call(answer, *pieces), want, what, rtol=1e-3 if shift else 2e-5)
 
 
 CASES = (  # dtype, head size, rows and keys of a tile, causal
@@ -118,8 +121,10 @@ def flash_cases(answer, least):
         n = random.choice((2, 3)) * max(bm, bn) + random.randrange(1, min(bm, bn))
         kind, factor = list(SCORES.items())[trial % 4]
         q, k, v = (torch.randn(heads, n, d) for _ in range(3))
-        if trial in (1, 2, 3):
+        if trial in (1, 2):
             q, k = q.abs() / d**0.5, k.abs() * factor(n) / 8
+        elif trial == 3:  # in fp32
+            q[..., 0], k[..., 0] = 1.0, -130 / scale
         q, k, v = q.to(dtype), k.to(dtype), (v + 1).to(dtype)
         out, lse = core.poison(heads, n, d, dtype=dtype), core.poison(heads, n)
         what = f"{heads} heads, n {n}, D {d}, {NAMES[dtype]}, CAUSAL {causal}, BM {bm}, BN {bn}, {kind}"
@@ -129,7 +134,7 @@ def flash_cases(answer, least):
         counts = {"once": ({0: "q"}, {3: "out", 4: "lse"}), "limits": {1: most, 2: most}}
         kernel.run((-(-n // bm), heads), q, k, v, out, lse, n, scale, **sizes, what=what, **counts)
         keep = torch.ones(n, n, dtype=torch.bool).tril() if causal else None
-        same((out, lse), dense(q, k, v, scale, keep), what, RTOL[dtype])
+        same((out, lse), dense(q, k, v, scale, keep), what, 1e-4 if trial == 3 else RTOL[dtype])
     kernel.compiles()
 
 
@@ -154,6 +159,7 @@ def contracted(answer):
         for size, value in HUGE.items():
             ways[size] = torch.linspace(1.0, 1.8, 6)[:, None].expand(6, block) * value
         ways["near -1e5"] = ways["near -1e5"] + 30 * torch.randn(6, block)
+        ways["1e12 and -1e30"] = torch.where(torch.arange(block) < 3, 1e12, -2e30).expand(2, block)
         ways["some -1e30"] = torch.where(torch.arange(block) < 3, 40 * torch.randn(4, block), -2e30)
         s = torch.cat(list(ways.values()))
         want = (s.double() * scale * math.log(2)).softmax(-1)
@@ -188,17 +194,19 @@ def masked(fn, name, made, allowed):
 
 
 @exercise("attention.6", "four masks, each position by position")
-def masks(sliding, documents, neighbours, prefix):
+def masks(sliding, same_document, neighbours, prefix_lm):
     for n in (7, 19):
         at = range(n)
         window, width, radius = random.randrange(2, n - 2), random.randrange(3, 6), random.randrange(1, 3)
         masked(sliding, "sliding", (window,), [[[0 <= i - j < window for j in at] for i in at]])
         doc = torch.randint(4, (n,)) * 3
         of = doc.tolist()
-        masked(documents, "documents", (doc,), [[[j <= i and of[i] == of[j] for j in at] for i in at]])
+        masked(
+            same_document, "same_document", (doc,), [[[j <= i and of[i] == of[j] for j in at] for i in at]]
+        )
         near = [[[abs(i // width - j // width) <= radius and abs(i % width - j % width) <= radius for j in at]
                  for i in at]]  # fmt: skip
         masked(neighbours, "neighbours", (width, radius), near)
         lengths = random.sample(range(1, n), random.randrange(2, 4))
         seen = [[[j <= i or j < long for j in at] for i in at] for long in lengths]
-        masked(prefix, "prefix", (torch.tensor(lengths),), seen)
+        masked(prefix_lm, "prefix_lm", (torch.tensor(lengths),), seen)

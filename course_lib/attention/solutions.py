@@ -128,7 +128,7 @@ def sliding(window):
     return lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (q_idx - kv_idx < window)
 
 
-def documents(doc):
+def same_document(doc):
     return lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & (doc[q_idx] == doc[kv_idx])
 
 
@@ -140,7 +140,7 @@ def neighbours(width, radius):
     return near
 
 
-def prefix(lengths):
+def prefix_lm(lengths):
     return lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) | (kv_idx <= q_idx)
 
 
@@ -150,5 +150,5 @@ EXERCISES = {
     'attention.3': ('flash_kernel',),
     'attention.4': ('skipping_kernel',),
     'attention.5': ('weights_kernel',),
-    'attention.6': ('sliding', 'documents', 'neighbours', 'prefix'),
+    'attention.6': ('sliding', 'same_document', 'neighbours', 'prefix_lm'),
 }

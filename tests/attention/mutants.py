@@ -12,7 +12,7 @@ import triton.language as tl
 
 from course_lib.attention import solutions
 
-FOUR = solutions.sliding, solutions.documents, solutions.neighbours, solutions.prefix
+FOUR = solutions.sliding, solutions.same_document, solutions.neighbours, solutions.prefix_lm
 REFERENCE = {
     "attention.1": solutions.online_attention,
     "attention.2": solutions.merge,
@@ -163,6 +163,7 @@ MUTANTS = {
         changed("attention.1", ("torch.maximum(m, s.amax(-1))", "s.amax(-1)")),
         changed("attention.1", ("torch.where(new == -math.inf, 0.0, new)", "torch.zeros_like(new)")),
         changed("attention.1", ("~keep, -math.inf", "~keep, -1e30")),
+        changed("attention.1", ("torch.full((len(q),), -math.inf)", "torch.zeros(len(q))")),
         changed("attention.1", ("m + l.log()", "l.log()")),
         changed("attention.1", ("* scale", "* q.shape[1] ** -0.5")),
     ],
@@ -188,6 +189,7 @@ MUTANTS = {
         changed("attention.3", ("range(0, n, BN)", "range(0, n, BM)")),
         changed("attention.3", ('.T, input_precision="ieee")', ".T)")),
         changed("attention.3", ("(scale * 1.4426950408889634)", "(1.4426950408889634 / D**0.5)")),
+        changed("attention.3", ("tl.full([BM], -float(\"inf\"), tl.float32)", "tl.zeros([BM], tl.float32)")),
         changed("attention.3", ("mask=rows < n", "mask=rows >= 0")),
     ],
     "attention.4": [
@@ -205,6 +207,8 @@ MUTANTS = {
         changed("attention.5", ("(s - tl.max(s, axis=0)) * scale",
                                 "tl.minimum(s * scale - tl.max(s * scale, axis=0), 0.0)")),
         changed("attention.5", ("s = tl.load(s_ptr + at)", "s = tl.maximum(tl.load(s_ptr + at), -10000.0)")),
+        changed("attention.5", ("s = tl.load(s_ptr + at)",
+                                "s = tl.load(s_ptr + at)\n    s = tl.where(tl.abs(s) > 1e9, -1e9, s)")),
         changed("attention.5", ("(s - tl.max(s, axis=0)) * scale", "s * scale")),
         changed("attention.5", ("tl.exp2", "tl.exp")),
         changed("attention.5", ("* scale)", "* 0.15)")),
