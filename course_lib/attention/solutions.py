@@ -133,11 +133,7 @@ def same_document(doc):
 
 
 def neighbours(width, radius):
-    def near(b, h, q_idx, kv_idx):
-        rows = (q_idx // width - kv_idx // width).abs() <= radius
-        return rows & ((q_idx % width - kv_idx % width).abs() <= radius)
-
-    return near
+    return lambda b, h, i, j: ((i // width - j // width).abs() <= radius) & ((i % width - j % width).abs() <= radius)
 
 
 def prefix_lm(lengths):
