@@ -2,14 +2,16 @@
 
 A program has a warp that loads (`producer`) and two groups of four warps that compute (`consumer`), 64
 queries each. The last block of keys comes first: it alone is masked. In the loop the next scores are
-computed while the exponentials of this block are (FlashAttention-3, arXiv 2407.08608). The groups start
-products by turns: one has the tensor cores while the other has the exponentials. A program computes tile
-after tile, those with the most keys first, and loads of the next tile overlap the end of this one.
+computed while the exponentials of this block are (FlashAttention-3, arXiv 2407.08608). The groups take
+turns at starting products: one has the tensor cores while the other has the exponentials. A program
+computes tile after tile, those with the most keys first, and loads of the next tile overlap the end of this
+one.
 """
 
 import inspect
 import math
 import re
+import textwrap
 
 import torch
 import triton
@@ -208,4 +210,4 @@ def flash(q, k, v, causal=True):
 def main_loop():
     "The source of the loop over blocks of keys."
     source = inspect.getsource(consumer.fn)
-    return inspect.cleandoc(" " * 12 + re.search(r"for _ in range.*?step \+= 1", source, re.DOTALL)[0])
+    return textwrap.dedent(re.search(r" +for _ in range.*?step \+= 1", source, re.DOTALL)[0])
