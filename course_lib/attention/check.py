@@ -83,7 +83,7 @@ def online(answer):
 def merge(answer):
     core.need_callable(answer)
     for trial, shift in enumerate((0.0, 1000.0, -1100.0, 0.0)):
-        heads, n, total, wide = core.ragged(2, 9, 4)
+        (heads, total, wide), n = core.ragged(2, 9, 3), random.randrange(9, 13)
         q, k, v = (
             torch.randn(heads, n, 6),
             torch.randn(heads, 9 * total, 6),
@@ -92,7 +92,7 @@ def merge(answer):
         k[..., 0], q[..., 0] = k[..., 0] * 0 + shift, 1.0  # adds to all scores of a row alike
         keep = torch.rand(n, 9 * total) < 0.7
         cut = random.randrange(1, 9 * total - 1)
-        keep[0], keep[1, :cut], keep[2 % n, cut:] = False, False, False
+        keep[0], keep[1, :cut], keep[2, cut:] = False, False, False
         pieces = [dense(q, k[:, s], v[:, s], 0.9, keep[:, s]) for s in (slice(cut), slice(cut, None))]
         pieces = [t.float() for piece in pieces for t in piece]
         if trial == 3:  # one part far above the other
@@ -197,7 +197,7 @@ def masked(fn, name, made, allowed):
 def masks(sliding, same_document, neighbours, prefix_lm):
     for n in (7, 19):
         at = range(n)
-        window, width, radius = random.randrange(2, n - 2), random.randrange(3, 6), random.randrange(1, 3)
+        window, width, radius = random.randrange(2, n - 2), random.randrange(4, 7), 1 if n > 9 else 2
         masked(sliding, "sliding", (window,), [[[0 <= i - j < window for j in at] for i in at]])
         doc = torch.randint(4, (n,)) * 3
         of = doc.tolist()
