@@ -5,6 +5,7 @@ the others go on. A process has a copy of the learner's files: nothing that was 
 The code of learners runs with the rights of the caller: this isolates accidents, and is no sandbox.
 """
 
+import ast
 import concurrent.futures
 import contextlib
 import csv
@@ -40,26 +41,27 @@ def grade_cmd(args):
     if args.csv and not args.csv.absolute().parent.is_dir():
         raise CourseError(f"{args.csv} can't be written: its folder is not there")
     gpus = _gpus() if args.figures else []
-    found, remarks = handed_in(args.folder, wanted)
-    print("\n".join(remarks), end="\n" * bool(remarks), file=sys.stderr)
-    tasks = [row | {"timeout": args.timeout, "jobs": jobs} for row in found]
-
-    def share(n):
-        return {"OMP_NUM_THREADS": str(max(1, cores // n))}
-
-    _all(tasks, [share(jobs)] * jobs)
-    if args.figures:
-        # The machine's GPUs at once, one learner on each; a lesson of several GPUs has all of them.
-        wide = [notebook.load(t["lesson"])["metadata"]["course"].get("gpus") == "all" for t in tasks]
-        for places, of_all in (
-            ([share(len(gpus)) | {"CUDA_VISIBLE_DEVICES": g} for g in gpus], False),
-            ([{}], True),
-        ):
-            mine = [t for t, w in zip(tasks, wide, strict=True) if w == of_all and "verdicts" in t]
-            for task in mine:
-                task |= {"figures": {}, "jobs": len(places), "timeout": LONGER * args.timeout}
-            _all(mine, places)
+    tasks, remarks = handed_in(args.folder, wanted)
+    print("".join(f"{line}\n" for line in remarks), end="", file=sys.stderr)
     lessons = {task["topic"]: notebook.load(task["lesson"]) for task in tasks}
+
+    def run(chosen, places, **what):
+        env = {"OMP_NUM_THREADS": str(max(1, cores // len(places)))}
+        for task in chosen:
+            task |= {"jobs": len(places), "timeout": args.timeout, **what}
+        _all(chosen, [env | place for place in places])
+
+    run(tasks, [{}] * jobs)
+    if args.figures:  # one learner on each GPU, or on all of them where the lesson is about several
+        wide = {topic for topic, nb in lessons.items() if nb["metadata"]["course"].get("gpus") == "all"}
+        judged, more = (
+            [t for t in tasks if "verdicts" in t],
+            {"timeout": LONGER * args.timeout, "figures": {}},
+        )
+        run(
+            [t for t in judged if t["topic"] not in wide], [{"CUDA_VISIBLE_DEVICES": g} for g in gpus], **more
+        )
+        run([t for t in judged if t["topic"] in wide], [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)}], **more)
     if args.csv:
         notebook.save(_csv(lessons, tasks), args.csv)
     for topic, lesson in lessons.items():
@@ -67,7 +69,7 @@ def grade_cmd(args):
         print(f"\n{topic}: {lesson['metadata']['course']['title']}\n{_table(lesson, mine)}")
         if args.figures and (text := _figures_table(topic, mine)):
             print(f"\n{text}")
-    return int(any("verdicts" not in task for task in tasks) or bool(remarks))
+    return int(any("verdicts" not in task for task in tasks))
 
 
 def _gpus():
@@ -84,7 +86,7 @@ def _gpus():
 
 
 def handed_in(folder, wanted):
-    """(the notebooks in `folder`: dicts of `learner topic lesson mine trouble`; sentences on what is left out).
+    """(dicts of `learner topic lesson mine trouble`, one a notebook in `folder`; sentences on the others).
 
     They are of the lessons `wanted` (paths in lessons/), or of all. `trouble` says why one can't be read.
     """
@@ -144,7 +146,9 @@ def _all(tasks, places):
             return
         place, words = free.get(), [sys.executable, "-m", "course_lib.authoring.grade"]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        process = subprocess.Popen(words, env=os.environ | place, text=True, start_new_session=True, **pipes)
+        path = os.pathsep.join([kernel.CODE, *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, **place, "PYTHONPATH": path}
+        process = subprocess.Popen(words, env=env, text=True, start_new_session=True, **pipes)
         running.add(process)
         try:
             out, err = process.communicate(json.dumps(task))
@@ -192,10 +196,10 @@ def _alone(task):
 def figures(lesson, mine, topic, args):
     """Execute all cells of a learner's notebook; {"figures": {name: row}} of those called `yours`.
 
-    A figure is left out where a cell that it hangs on used the course's solution. "stopped" says which cell
-    ended the kernel.
+    A figure is left out where it hangs on a solution of the course's. "stopped" says what ended the kernel.
     """
     steps, found, lent = check.steps_of(lesson, mine), {}, set()
+    solved_by = uses(steps)
     notes = args.work.with_name("figures.jsonl")
     notes.touch()
     env = {"COURSE_FIGURES": str(notes)}
@@ -203,24 +207,42 @@ def figures(lesson, mine, topic, args):
         notes.open(encoding="utf-8") as lines,
         kernel.Session(args.work, args.timeout, check.memory(args), env) as session,
     ):
-        for i, step in enumerate(steps):
+        for step, exercises in zip(steps, solved_by, strict=True):
             fresh = check.FRESH.format(topic=topic) * bool(step.checks)
             ran = session.execute(fresh + step.source)
             printed = "".join(t for out in ran.outputs if out.get("name") == "stdout" for t in out["text"])
-            lent |= {i} if re.search(r"^\S+ is not passed here: ", printed, re.MULTILINE) else set()
-            for row in map(json.loads, lines):
-                if "yours" in row["name"] and not lent & {i, *check.needed(steps, i)}:
-                    found[row.pop("name")] = row
+            lent |= set(re.findall(r"^(\S+) is not passed here: ", printed, re.MULTILINE))
+            rows = [json.loads(line) for line in lines]
+            found |= {row.pop("name"): row for row in rows if "yours" in row["name"] and not lent & exercises}
             if not ran.alive:
                 return {"figures": found, "stopped": f"figures end at cell `{step.name}`: {ran.error}"}
     return {"figures": found}
 
 
+def uses(steps):
+    "For each step, the exercises whose answers it hangs on, through `check.yours`: a list of sets."
+    parts, cells = [], []  # by statement: a cell may hold several answers
+    for step in steps:
+        start = len(parts)
+        with contextlib.suppress(SyntaxError, ValueError):
+            body = ast.parse(notebook.python({"source": step.source})).body
+            parts += [check.Step(step.name, ast.unparse(node)) for node in body]
+        cells.append(range(start, len(parts)))
+    found = []
+    for cell in cells:
+        needed = {*cell, *(j for i in cell for j in check.needed(parts, i))}
+        text = "\n".join(parts[i].source for i in needed)
+        found.append(set(re.findall(r"\byours\('([\w.]+)'\)", text)))
+    return found
+
+
 def notes(task):
     "What is to be said about a notebook beside its verdicts, in a few words."
     verdicts = {name.rpartition(".")[2]: why for name, why in task.get("verdicts", {}).items()}
-    limits = {"hangs": "time limit: ", "ends its kernel": "the kernel ", "takes the memory": " of memory"}
-    found = {what: [n for n, why in verdicts.items() if words in why] for what, words in limits.items()}
+    causes = {"hangs": "time limit: ", "its kernel died": "the kernel died ", "memory": " of memory"}
+    run = {n: why for n, why in verdicts.items() if not why.startswith("not judged")}
+    found = {what: [n for n, why in run.items() if words in why] for what, words in causes.items()}
+    found["not judged"] = [n for n in verdicts if n not in run]
     found["altered check cells"] = [name.rpartition(".")[2] for name in task.get("altered", ())]
     said = [task["trouble"], task.get("stopped"), "" if task.get("same", True) else "from another version"]
     return "; ".join([*filter(None, said), *(f"{what}: {', '.join(n)}" for what, n in found.items() if n)])
