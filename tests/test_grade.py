@@ -9,7 +9,7 @@ import pytest
 from small_course import code
 
 from course_lib import recorded
-from course_lib.authoring import cli, grade, plan
+from course_lib.authoring import cli, plan, reached
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_figures(hand_in, said, tmp_path, monkeypatch):
     status, text, err = said(*words)
     assert (status, text) == (1, "") and err.count("\n") == 1 and "there is no CUDA device here" in err
 
-    monkeypatch.setattr(grade, "_gpus", lambda: ["0"])
+    monkeypatch.setattr(reached, "gpus", lambda: ["0"])
     about = {"machine": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-29"}
     theirs = {"toy.yours_sum_tbps": 4.1, "toy.sum_eager_tbps": 1.5, "toy.copy_tbps": 4.2}
     figures = [{"name": n, "value": v, "unit": "TB/s", **about} for n, v in theirs.items()]

@@ -5,7 +5,6 @@ the others go on. A process has a copy of the learner's files: nothing that was 
 The code of learners runs with the rights of the caller: this isolates accidents, and is no sandbox.
 """
 
-import ast
 import concurrent.futures
 import contextlib
 import csv
@@ -22,8 +21,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from course_lib import ram, recorded, show
-from course_lib.authoring import check, kernel, lab, notebook
+from course_lib import ram, show
+from course_lib.authoring import check, kernel, lab, notebook, reached
 from course_lib.authoring.notebook import CourseError
 
 MEMORY = 2e9  # bytes for each notebook, where the number of jobs is ours to choose
@@ -40,7 +39,7 @@ def grade_cmd(args):
         raise CourseError("--jobs takes a number from 1 on, and --timeout seconds above 0")
     if args.csv and not args.csv.absolute().parent.is_dir():
         raise CourseError(f"{args.csv} can't be written: its folder is not there")
-    gpus = _gpus() if args.figures else []
+    gpus = reached.gpus() if args.figures else []
     tasks, remarks = handed_in(args.folder, wanted)
     print("".join(f"{line}\n" for line in remarks), end="", file=sys.stderr)
     lessons = {task["topic"]: notebook.load(task["lesson"]) for task in tasks}
@@ -54,35 +53,18 @@ def grade_cmd(args):
     run(tasks, [{}] * jobs)
     if args.figures:  # one learner on each GPU, or on all of them where the lesson is about several
         wide = {topic for topic, nb in lessons.items() if nb["metadata"]["course"].get("gpus") == "all"}
-        judged, more = (
-            [t for t in tasks if "verdicts" in t],
-            {"timeout": LONGER * args.timeout, "figures": {}},
-        )
-        run(
-            [t for t in judged if t["topic"] not in wide], [{"CUDA_VISIBLE_DEVICES": g} for g in gpus], **more
-        )
-        run([t for t in judged if t["topic"] in wide], [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)}], **more)
+        for alone, places in ((True, gpus), (False, [",".join(gpus)])):
+            chosen = [t for t in tasks if "verdicts" in t and alone == (t["topic"] not in wide)]
+            places = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in places]
+            run(chosen, places, timeout=LONGER * args.timeout, figures={})
     if args.csv:
         notebook.save(_csv(lessons, tasks), args.csv)
     for topic, lesson in lessons.items():
         mine = [task for task in tasks if task["topic"] == topic]
         print(f"\n{topic}: {lesson['metadata']['course']['title']}\n{_table(lesson, mine)}")
-        if args.figures and (text := _figures_table(topic, mine)):
+        if args.figures and (text := reached.table(topic, mine)):
             print(f"\n{text}")
     return int(any("verdicts" not in task for task in tasks))
-
-
-def _gpus():
-    from course_lib import machine  # imports torch
-
-    if not machine.has_gpu():
-        raise CourseError(
-            "figures are reached on a GPU, and there is no CUDA device here: leave out --figures"
-        )
-    import torch
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(max(1, torch.cuda.device_count()))]
 
 
 def handed_in(folder, wanted):
@@ -91,9 +73,7 @@ def handed_in(folder, wanted):
     They are of the lessons `wanted` (paths in lessons/), or of all. `trouble` says why one can't be read.
     """
     if not folder.is_dir():
-        raise CourseError(
-            f"{folder} is no folder: name one that holds the learners' notebooks or their folders"
-        )
+        raise CourseError(f"{folder} is no folder: name one of notebooks, or of the learners' folders")
     topics = {p.stem[3:]: p for p in notebook.lessons().values()}
     paths = sorted([*folder.glob("*.ipynb"), *folder.glob("*/*.ipynb")])
     hidden = [p for p in paths if any(part.startswith(".") for part in p.relative_to(folder).parts)]
@@ -148,7 +128,9 @@ def _all(tasks, places):
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         path = os.pathsep.join([kernel.CODE, *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, **place, "PYTHONPATH": path}
-        process = subprocess.Popen(words, env=env, text=True, start_new_session=True, **pipes)
+        process = subprocess.Popen(
+            words, env=env, text=True, errors="replace", start_new_session=True, **pipes
+        )
         running.add(process)
         try:
             out, err = process.communicate(json.dumps(task))
@@ -186,54 +168,11 @@ def _alone(task):
                 shutil.copytree(Path(task["mine"]).parent, work, ignore=hidden, ignore_dangling_symlinks=True)
         args = SimpleNamespace(work=work, timeout=task["timeout"], jobs=task["jobs"])
         if "figures" in task:
-            return figures(lesson, mine, task["topic"], args)
+            return reached.figures(lesson, mine, task["topic"], args)
         same = notebook.version(mine) == notebook.version(lesson)
         chosen = [e["id"] for e in notebook.exercises(lesson)]
         verdicts = check.judge(lesson, mine, task["topic"], chosen, args)
         return {"verdicts": verdicts, "same": same, "altered": check.altered(lesson, mine) if same else []}
-
-
-def figures(lesson, mine, topic, args):
-    """Execute all cells of a learner's notebook; {"figures": {name: row}} of those called `yours`.
-
-    A figure is left out where it hangs on a solution of the course's. "stopped" says what ended the kernel.
-    """
-    steps, found, lent = check.steps_of(lesson, mine), {}, set()
-    solved_by = uses(steps)
-    notes = args.work.with_name("figures.jsonl")
-    notes.touch()
-    env = {"COURSE_FIGURES": str(notes)}
-    with (
-        notes.open(encoding="utf-8") as lines,
-        kernel.Session(args.work, args.timeout, check.memory(args), env) as session,
-    ):
-        for step, exercises in zip(steps, solved_by, strict=True):
-            fresh = check.FRESH.format(topic=topic) * bool(step.checks)
-            ran = session.execute(fresh + step.source)
-            printed = "".join(t for out in ran.outputs if out.get("name") == "stdout" for t in out["text"])
-            lent |= set(re.findall(r"^(\S+) is not passed here: ", printed, re.MULTILINE))
-            rows = [json.loads(line) for line in lines]
-            found |= {row.pop("name"): row for row in rows if "yours" in row["name"] and not lent & exercises}
-            if not ran.alive:
-                return {"figures": found, "stopped": f"figures end at cell `{step.name}`: {ran.error}"}
-    return {"figures": found}
-
-
-def uses(steps):
-    "For each step, the exercises whose answers it hangs on, through `check.yours`: a list of sets."
-    parts, cells = [], []  # by statement: a cell may hold several answers
-    for step in steps:
-        start = len(parts)
-        with contextlib.suppress(SyntaxError, ValueError):
-            body = ast.parse(notebook.python({"source": step.source})).body
-            parts += [check.Step(step.name, ast.unparse(node)) for node in body]
-        cells.append(range(start, len(parts)))
-    found = []
-    for cell in cells:
-        needed = {*cell, *(j for i in cell for j in check.needed(parts, i))}
-        text = "\n".join(parts[i].source for i in needed)
-        found.append(set(re.findall(r"\byours\('([\w.]+)'\)", text)))
-    return found
 
 
 def notes(task):
@@ -262,31 +201,6 @@ def _table(lesson, tasks):
     text = show.table(head, rows, left=range(len(head)))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(line[:width] for line in text.splitlines())
-
-
-def _figures_table(topic, tasks):
-    "What the learners reached beside the recorded figures: those of the course's solution, and of others."
-    theirs = {f["name"]: f for f in recorded.figures(topic)}
-    mine = {name: row for task in tasks for name, row in task.get("figures", {}).items()}
-    names = {n: (mine | theirs)[n]["unit"] for n in [*theirs, *mine] if "yours" in n}
-    if not names:
-        return ""
-    rows = [(t["learner"], *(t.get("figures", {}).get(n, {}).get("value") for n in names)) for t in tasks]
-    machines = "; ".join(sorted({f["machine"] for f in theirs.values()}))
-    others = {}  # softmax_compile_tbps stands beside yours_softmax_tbps
-    for name in names:
-        head, _, unit = name.replace("yours_", "").rpartition("_")
-        for other in theirs:
-            if m := re.fullmatch(rf"{re.escape(head)}_(\w+)_{re.escape(unit)}", other):
-                others.setdefault(m[1], {})[name] = theirs[other]["value"]
-    rows.append(("recorded: the course's", *(theirs.get(n, {}).get("value") for n in names)))
-    rows += [(f"recorded: {other}", *map(values.get, names)) for other, values in others.items()]
-    heads = (f"{n.removeprefix(f'{topic}.')}, {unit}" for n, unit in names.items())
-    return (
-        show.table(("reached by", *heads), rows)
-        + f"\nrecorded on {machines or 'no machine yet'}; "
-        + ("a dash: the exercise is not passed, or its cell did not run")
-    )
 
 
 def _csv(lessons, tasks):
