@@ -14,6 +14,8 @@ COMMANDS = {
     "lab": ("lab", "lab_cmd", "open JupyterLab on your copies of the lessons"),
     "run": ("record", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
     "check": ("check", "check_cmd", "execute a copy of your notebook and judge its exercises"),
+    "grade": ("grade", "grade_cmd", "for teachers: judge the notebooks of a class"),
+    "plan": ("plan", "plan_cmd", "for teachers: the lessons in one, three and five days"),
     "reset": ("lab", "reset_cmd", "a fresh copy of a lesson; yours is kept under its date"),
     "build": ("build", "build_cmd", "for authors: make lessons/ and README's map from nbs/"),
     "record": ("record", "record_cmd", "for authors: execute lessons and store outputs and figures"),
@@ -37,6 +39,23 @@ def parser():
     add["check"].add_argument("lessons", nargs="+", **LESSON)
     add["check"].add_argument("--exercise", metavar="N", help="judge this one alone: 3 or roofline.3")
     add["check"].add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a cell")
+    add["grade"].add_argument(
+        "folder", type=Path, metavar="DIR", help="ana.ipynb … or ana/01_descent.ipynb …"
+    )
+    add["grade"].add_argument("lessons", nargs="*", **LESSON)
+    add["grade"].add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
+    add["grade"].add_argument(
+        "--jobs", type=int, metavar="N", help="side by side; default: as this machine can"
+    )
+    add["grade"].add_argument(
+        "--timeout", type=float, default=60, metavar="S", help="seconds a cell; default: 60"
+    )
+    add["grade"].add_argument("--figures", help="on a GPU: also what the learners' own code reached", **yes)
+    add["plan"].add_argument("lessons", nargs="*", **LESSON)
+    add["plan"].add_argument(
+        "--days", type=int, nargs="+", default=[1, 3, 5], metavar="D", help="default: 1 3 5"
+    )
+    add["plan"].add_argument("--hours", type=float, default=6, metavar="H", help="hours a day; default: 6")
     add["reset"].add_argument("lesson", **LESSON)
     copies = {"type": Path, "default": notebook.WORK, "metavar": "DIR", "help": "your copies; default: work/"}
     for name in ("list", "lab", "check", "reset"):
