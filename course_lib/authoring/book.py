@@ -4,6 +4,7 @@ nbconvert turns each notebook into HTML, and latex2mathml its formulas into Math
 The pages' frame, style and script are in book_theme/; nothing is loaded from elsewhere.
 """
 
+import base64
 import html
 import json
 import re
@@ -29,7 +30,12 @@ THEME = Path(__file__).with_name("book_theme")
 
 
 class Renderer(IPythonRenderer):
-    "Markdown to HTML with MathML for formulas."
+    "Markdown to HTML with MathML for formulas, and short ids for headings: exercise-roofline.1."
+
+    def heading(self, text, level, **attrs):
+        plain = html.unescape(re.sub("<[^>]*>", "", text)).partition(" · ")[0]
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", plain).strip("-").lower()
+        return f'<h{level} id="{name}">{text}<a class="anchor-link" href="#{name}">¶</a></h{level}>\n'
 
     def inline_math(self, body):
         return convert(body)
@@ -40,7 +46,7 @@ class Renderer(IPythonRenderer):
 
 def book_cmd(args):
     "Write the site into `args.out`. Raises CourseError where that folder holds something else."
-    out, lessons = args.out, {stem: nb for path, nb in catalogue.published().values()}
+    out, lessons = args.out, {path.stem: nb for path, nb in catalogue.published().values()}
     if out.exists() and not (out.is_dir() and ((out / "book.js").exists() or not any(out.iterdir()))):
         raise CourseError(f"{out} holds something that is no book: name another folder with --out")
     pages = [_index(lessons), *(_lesson(stem, lessons) for stem in lessons), _figures(lessons)]
@@ -72,8 +78,8 @@ def _lesson(stem, lessons):
     "The page of the worked notebook lessons[stem]."
     nb, heading = lessons[stem], ""
     about, stamp = nb["metadata"]["course"], notebook.stamp(nb)
-    head = f"{_facts(nb)}<br>Recorded on "
-    head += f"{stamp['gpu']}, torch {stamp['torch']}, {stamp['date']} · <code>course lab {stem[3:]}</code> opens it"
+    head = f"{_facts(nb)}<br>Recorded on {stamp['gpu']}, torch {stamp['torch']}, {stamp['date']} · "
+    head += f"<code>course lab {stem[3:]}</code> opens it"
     nb = nbformat.reads(json.dumps(nb), as_version=4)
     for cell in nb.cells:
         if cell.cell_type == "markdown":
@@ -95,7 +101,7 @@ def _lesson(stem, lessons):
 
 def _facts(nb):
     about, count = nb["metadata"]["course"], len(notebook.exercises(nb))
-    return f"{about['minutes']} minutes · {count} exercises · needs {html.escape(about['needs'])}"
+    return f"{about['minutes']} minutes · {count} exercises · {html.escape(about['needs'])}"
 
 
 def _linked(text, lessons):
@@ -110,8 +116,7 @@ def _linked(text, lessons):
 
 
 def _html(text):
-    renderer = Renderer(escape=False, embed_images=True, path=str(notebook.ROOT))
-    return MarkdownWithMath(renderer=renderer).render(text)
+    return MarkdownWithMath(renderer=Renderer(escape=False)).render(text)
 
 
 def _index(lessons):
@@ -125,8 +130,13 @@ def _index(lessons):
         question = re.search(r"\*\*(.+?)\*\*|$", notebook.source(nb["cells"][0]), re.DOTALL)[1] or ""
         text += f"\n\n### {stem[:2]} [{about['title']}]({stem}.html)\n\n{question}"
         text += f'\n\n<p class="about">{_facts(nb)}</p>'
-    body = _html(_linked(text, lessons))
+    body = _html(_linked(re.sub(r"\]\(([\w./-]+\.png)\)", _embedded, text), lessons))
     return {"name": "index", "title": "Training, fast", "number": "", "part": "", "body": body}
+
+
+def _embedded(m):
+    data = base64.b64encode((notebook.ROOT / m[1]).read_bytes()).decode()
+    return f"](data:image/png;base64,{data})"
 
 
 def _figures(lessons):
