@@ -99,6 +99,13 @@ def test_the_lessons_that_it_speaks_of_exist(stem):
 def test_numbers_in_the_readme():
     text = (notebook.ROOT / "README.md").read_text(encoding="utf-8")
     assert prose.tag_problems(text, {f["name"]: f for f in recorded.figures()}) == []
+    assert prose.untagged(text) == []
+
+
+def test_the_readme_has_a_line_for_what_each_lesson_finds():
+    text = (notebook.ROOT / "README.md").read_text(encoding="utf-8")
+    titles = [worked(s)["metadata"]["course"]["title"] for s in STEMS if not notebook.is_draft(worked(s))]
+    assert re.findall(r"^- \*\*(.+?)\.\*\*", text.split("\n## ")[1], re.MULTILINE) == titles
 
 
 @pytest.mark.notebooks

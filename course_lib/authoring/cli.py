@@ -15,7 +15,7 @@ COMMANDS = {
     "run": ("record", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
     "check": ("check", "check_cmd", "execute a copy of your notebook and judge its exercises"),
     "reset": ("lab", "reset_cmd", "a fresh copy of a lesson; yours is kept under its date"),
-    "build": ("build", "build_cmd", "for authors: make lessons/ and README's map from nbs/"),
+    "build": ("build", "build_cmd", "for authors: make lessons/, README's map and its numbers from nbs/"),
     "record": ("record", "record_cmd", "for authors: execute lessons and store outputs and figures"),
     "figures": ("catalogue", "figures_cmd", "every recorded figure"),
     "book": ("book", "book_cmd", "the worked lessons as a site to read: no network, no server"),

@@ -51,6 +51,6 @@ document.addEventListener("DOMContentLoaded", () => {
       link.appendChild(document.createElement("small")).textContent = h.text.slice(start, start + 130);
       return item;
     }));
-    if (!hits.length) found.appendChild(document.createElement("li")).textContent = "Nothing holds all of these words.";
+    if (!hits.length) found.appendChild(document.createElement("li")).textContent = "No section holds all of these words.";
   }
 });
