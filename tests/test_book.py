@@ -103,7 +103,7 @@ def test_search_finds_a_section_and_opens_it(book, page):
     page.keyboard.press("Enter")
     page.wait_for_url("**/12_triton.html#exercise-triton.4")
     page.fill("#search", "no-lesson-has-this-word")
-    assert page.locator("#found").inner_text() == "No section holds all of these words."
+    assert page.locator("#found li").inner_text() == "No section holds all of these words."
 
 
 def test_the_theme_follows_the_system_and_the_switch(book, page):
