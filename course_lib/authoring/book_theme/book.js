@@ -8,6 +8,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const dark = root.style.colorScheme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     keep(root.style.colorScheme = dark === "dark" ? "light" : "dark");
   };
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest" });
   const input = document.getElementById("search"), found = document.getElementById("found");
   input.onfocus = () => {
     if (!window.loading) {
