@@ -6,7 +6,7 @@ A reference is torch in float64 on the very numbers that the kernel gets. Inputs
 import torch
 from torch.nn import functional as F
 
-from course_lib.kernels import add, matmul, rmsnorm, softmax, xent
+from course_lib.kernels import matmul, rmsnorm, softmax
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One rounding of the result to its dtype, and room for the float32 sums before it.
@@ -37,12 +37,6 @@ def near(got, want, atol=1e-6):
     torch.testing.assert_close(
         got.double(), want.double(), rtol=ROUNDED[got.dtype], atol=atol, equal_nan=True
     )
-
-
-def adds(x, y, **settings):
-    out = add.add(x, y, **settings)
-    assert out.dtype == x.dtype
-    near(out, x.double() + y.double())
 
 
 def softmaxes(x):
@@ -82,35 +76,6 @@ def multiplies(a, b, **settings):
     near(out, a.double() @ b.double(), atol=1e-6 * (1 + a.shape[1]))
 
 
-def loses(logits, target, ignore_index=-100, reduction="mean", inplace=True, **settings):
-    "Loss and gradient of `xent.cross_entropy` beside float64's; returns the leaf's gradient."
-    wide = logits.detach().double().requires_grad_()
-    want = F.cross_entropy(wide, target.long(), ignore_index=ignore_index, reduction=reduction)
-    slope = torch.randn_like(want)
-    (want_grad,) = torch.autograd.grad(want, wide, slope)
-    leaf = logits.detach().requires_grad_()
-    x = leaf.view_as(leaf) if inplace else leaf  # no leaf, as in a model
-    loss = xent.cross_entropy(
-        x, target, ignore_index=ignore_index, reduction=reduction, inplace=inplace, **settings
-    )
-    assert loss.dtype == torch.float32
-    near(loss, want.detach(), atol=1e-5)
-    (grad,) = torch.autograd.grad(loss, leaf, slope.float())
-    assert grad.dtype == logits.dtype
-    near(grad, want_grad, atol=1e-6)
-    if inplace:
-        assert grad.data_ptr() == logits.data_ptr()
-    return grad
-
-
-def targets(rows, classes, device, ignore_index=-100):
-    "Class numbers, some of them ignored."
-    target = torch.randint(classes, (rows,), device=device)
-    target[::3] = ignore_index
-    target[1::3] = torch.tensor([0, classes - 1], device=device)[torch.arange(len(target[1::3])) % 2]
-    return target
-
-
 def far(x, weight, thin, rows, columns):
     "The kernels on `x` [3, 40], whose copies `rows` and `columns` (transposed) pass 2^31 elements."
     for wide in (rows, columns.t()):
@@ -119,4 +84,3 @@ def far(x, weight, thin, rows, columns):
         rms_backward(x, wide, weight)
     multiplies(rows, thin)
     multiplies(thin.t(), columns)
-    loses(rows, torch.tensor([3, -100, 39], device=x.device))

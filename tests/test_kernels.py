@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import kernels_cases as cases
 
-from course_lib.kernels import add, matmul, rmsnorm, softmax, xent
+from course_lib.kernels import matmul, rmsnorm, softmax
 from course_lib.kernels.watch import watch
 
 every_dtype = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -33,16 +33,7 @@ def draw(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype)
 
 
-# --- add, softmax -------------------------------------------------------------------
-
-
-@every_dtype
-def test_add(dtype):
-    for shape in [(1,), (1000,), (1025,), (3, 7, 5), ()]:
-        cases.adds(draw(*shape, dtype=dtype), draw(*shape, dtype=dtype))
-    cases.adds(draw(7, 1, 5, dtype=dtype), draw(3, 1, dtype=dtype))
-    cases.adds(draw(9, 4, dtype=dtype).t(), draw(4, 18, dtype=dtype)[:, ::2], block=16)
-    assert add.add(draw(0, 3), draw(1, 3)).shape == (0, 3)
+# --- softmax ------------------------------------------------------------------------
 
 
 @every_dtype
@@ -166,66 +157,3 @@ def test_matmul_copies_what_is_not_aligned_and_nothing_else():
         rows, columns = x.shape
         assert torch.equal(made[:rows, :columns], x) and made.sum() == pytest.approx(x.sum().item(), abs=1e-4)
         assert matmul.fits(made, 64) or matmul.fits(made.t(), 64)
-
-
-# --- cross-entropy ------------------------------------------------------------------
-
-
-@every_dtype
-@pytest.mark.parametrize("layout", cases.LAYOUTS[:-1])
-def test_cross_entropy(layout, dtype):
-    for rows, classes in [(4, 1), (5, 3), (7, 33), (4, 129)]:
-        target = cases.targets(rows, classes, "cpu")
-        cases.loses(3 * cases.laid(rows, classes, layout, dtype, "cpu"), target)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("inplace", [True, False])
-def test_cross_entropy_reduced(reduction, inplace):
-    logits, target = draw(7, 20), cases.targets(7, 20, "cpu", ignore_index=3)
-    kept = logits.clone()
-    cases.loses(logits, target.int(), ignore_index=3, reduction=reduction, inplace=inplace)
-    assert inplace or torch.equal(logits, kept)
-
-
-@pytest.mark.parametrize("block", [1, 4, 32, 65536])
-def test_cross_entropy_with_any_block(block):
-    cases.loses(draw(4, 21), cases.targets(4, 21, "cpu"), block=block)
-
-
-def test_cross_entropy_of_nothing():
-    x = draw(0, 5).requires_grad_()
-    loss = xent.cross_entropy(x, torch.empty(0, dtype=torch.int64), inplace=False, reduction="sum")
-    assert loss == 0 and torch.autograd.grad(loss, x)[0].shape == (0, 5)
-
-
-def test_cross_entropy_of_impossible_and_missing_classes():
-    x = draw(3, 9)
-    x[:, 2:5] = -float("inf")
-    cases.loses(x.clone(), torch.tensor([0, 8, 5]), block=2)
-    loss = xent.cross_entropy(x, torch.tensor([0, 9, -1]), reduction="none")
-    assert loss.isnan().tolist() == [False, True, True]
-
-
-def test_logits_that_were_overwritten_are_missed_by_autograd():
-    x = draw(4, 6).requires_grad_()
-    logits = 2 * x
-    other = (logits * logits).sum()  # has saved the logits
-    loss = xent.cross_entropy(logits, torch.tensor([0, 1, 2, 3]))
-    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    assert grad.data_ptr() == logits.data_ptr()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        other.backward()
-
-
-# --- all of them --------------------------------------------------------------------
-
-
-def test_places_on_the_roofline():
-    assert add.intensity(2**20, BF16) == pytest.approx(1 / 6)
-    assert softmax.bytes_moved(16384, 4096, BF16) == 4 * 16384 * 4096
-    assert softmax.intensity(16384, 4096, BF16) == 1.25
-    assert matmul.intensity(8192, 8192, 8192, BF16) == pytest.approx(8192 / 3)
-    assert rmsnorm.intensity(16384, 4096, BF16) == pytest.approx(1, rel=1e-2)
-    assert rmsnorm.intensity(16384, 4096, BF16, backward=True) == pytest.approx(4 / 3, rel=1e-2)
-    assert xent.intensity(8192, 128_256, BF16) == pytest.approx(4 / 3, rel=1e-2)

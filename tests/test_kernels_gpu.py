@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import kernels_cases as cases
 
-from course_lib.kernels import matmul, replay, rmsnorm, softmax, xent
+from course_lib.kernels import matmul, replay, rmsnorm, softmax
 from course_lib.kernels.watch import watch
 
 pytestmark = pytest.mark.gpu
@@ -28,11 +28,6 @@ def draw(*shape, dtype=torch.float32):
 
 def test_kernels_are_compiled_here():
     assert not kernels.interpreted()
-
-
-@every_dtype
-def test_add(dtype):
-    cases.adds(draw(3, 7, 501, dtype=dtype), draw(7, 1, dtype=dtype))
 
 
 @every_dtype
@@ -53,14 +48,6 @@ def test_matmul(layout, dtype):
         cases.multiplies(*(cases.laid(*shape, layout, dtype, "cuda") for shape in ((m, k), (k, n))))
     a, b = cases.laid(72, 600, layout, dtype, "cuda"), draw(600, 80, dtype=dtype)
     cases.multiplies(a, b, BM=64, BN=32, BK=32, GROUP=2, num_warps=4, num_stages=3)
-
-
-@every_dtype
-@pytest.mark.parametrize("layout", cases.LAYOUTS[:-1])
-def test_cross_entropy(layout, dtype):
-    for rows, classes in [(5, 3), (37, 701), (70, 20_011)]:
-        target = cases.targets(rows, classes, "cuda")
-        cases.loses(cases.laid(rows, classes, layout, dtype, "cuda"), target)
 
 
 def test_float32_products_are_not_rounded_to_tf32():
@@ -151,17 +138,6 @@ def test_a_contender_that_waits_is_refused_and_does_no_harm():
     assert min(t.median for t in took.values()) > 0 and torch.randn(3, device="cuda").isfinite().all()
 
 
-def test_the_gradient_of_the_loss_stands_where_the_logits_were():
-    target = cases.targets(512, 50_257, "cuda")
-    leaf = draw(512, 50_257, dtype=BF16).requires_grad_()
-    logits = leaf.view_as(leaf)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    (grad,) = torch.autograd.grad(xent.cross_entropy(logits, target), logits)
-    assert torch.cuda.max_memory_allocated() - before < 0.01 * logits.nbytes
-    assert grad.data_ptr() == leaf.data_ptr()
-
-
 # The bars on an H200: softmax 3.9, RMSNorm forward 3.85, backward 3.8 TB/s at the first shape; of cuBLAS's
 # rate 1.0 at the first shape, and 0.85 at the last three, which are ragged.
 ROWS = [(16384, 4096), (4096, 8192), (32768, 1024), (8192, 16384)]
@@ -192,7 +168,7 @@ def test_rates_of_rows(rows, columns):
     }
     took = replay.time_all(contenders, make)
     for name, t in took.items():
-        moved = rmsnorm.bytes_moved(rows, columns, BF16, name.endswith("backward"))
+        moved = (3 if name.endswith("backward") else 2) * rows * columns * BF16.itemsize
         print(f"\n{name} {rows} x {columns}: {moved / t.median / 1e12:.2f} TB/s ({t})", end="")
 
 
@@ -202,6 +178,6 @@ def test_rates_of_products(m, n, k):
         return draw(m, k, dtype=BF16), draw(k, n, dtype=BF16)
 
     took = replay.time_all({"cuBLAS": torch.mm, "ours": matmul.matmul}, make)
-    rates = {name: matmul.flops(m, n, k) / t.median / 1e12 for name, t in took.items()}
+    rates = {name: 2 * m * n * k / t.median / 1e12 for name, t in took.items()}
     print(f"\n{m}, {n}, {k}: {rates['ours'] / rates['cuBLAS']:.3f} of cuBLAS ({rates})")
     print(matmul.matmul_kernel.best_config)

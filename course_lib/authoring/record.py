@@ -89,13 +89,21 @@ def record_cmd(args):
     return status
 
 
+def waiting(nb):
+    "The cells of `nb` that need several GPUs (`metadata.gpus`), and that changed since a recording there."
+    old = notebook.stamp(nb).get("cells", {})
+    return [c for c in nb["cells"] if c["metadata"].get("gpus") and c["id"] not in old]
+
+
 def behind(nb):
     "What a recording of the worked notebook `nb` would bring up to date, as sentences; nothing for a draft."
     if notebook.is_draft(nb):
         return []
     old, figures = (notebook.stamp(nb).get(key, {}) for key in ("cells", "figures"))
-    stale = [name for name, now in stamps.hashes(nb).items() if old.get(name) != now]
-    missing = [name for name in prose.noted(nb) if not fnmatch.filter(figures, name)]
+    later = [cell["id"] for cell in waiting(nb)]
+    stale = [name for name, now in stamps.hashes(nb).items() if old.get(name) != now and name not in later]
+    rest = {**nb, "cells": [c for c in nb["cells"] if c.get("id") not in later]}
+    missing = [name for name in prose.noted(rest) if not fnmatch.filter(figures, name)]
     found = {"cells changed since they were recorded": stale, "figures not recorded": missing}
     return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
 
@@ -105,7 +113,10 @@ def _check(path):
     rules.check(nb, path.stem)
     if found := behind(nb) + outputs.problems(nb):
         raise CourseError(f"{path.stem}: {'; '.join(found)}")
-    return f"{path.stem}: {'a draft: no recording from a GPU' if notebook.is_draft(nb) else 'up to date'}"
+    if notebook.is_draft(nb):
+        return f"{path.stem}: a draft: no recording from a GPU"
+    later = ", ".join(cell["id"] for cell in waiting(nb))
+    return f"{path.stem}: up to date" + f"; not recorded on two GPUs yet: {later}" * bool(later)
 
 
 def _record(path, args):
@@ -127,13 +138,19 @@ def store(nb, done, noted, source):
     """Put the cells that were executed, the noted figures and hashes into `nb`; returns how many cells.
 
     `source` is {commit, clean}, or None to renew marked cells alone. A figure that this run did not make is
-    kept while the code still notes it: its cell needs another machine.
+    kept while the code still notes it: its cell needs another machine. So is the output of a cell that needs
+    several GPUs where there is one, until its code changes.
     """
     now, stamp, new = stamps.hashes(nb), notebook.stamp(nb), {}
+    old, one = stamp.get("cells", {}), torch.cuda.device_count() < 2
     for cell in nb["cells"]:
         if ran := done.get(cell["id"]):
             cell["execution_count"] = ran.count
-            if source or notebook.is_marked(cell):
+            if source and one and cell["metadata"].get("gpus"):
+                if old.get(cell["id"]) != now[cell["id"]]:
+                    cell["outputs"] = outputs.clean(ran.outputs)
+                    old.pop(cell["id"], None)
+            elif source or notebook.is_marked(cell):
                 cell["outputs"] = outputs.clean(ran.outputs)
                 new[cell["id"]] = now[cell["id"]]
         elif cell["cell_type"] == "code":  # an empty one
@@ -148,7 +165,7 @@ def store(nb, done, noted, source):
         # Six digits say all that a measurement knows.
         figures |= {n: f | {"value": float(f"{f['value']:.6g}")} | mine for n, f in noted.items()}
         stamp = {**source, **about, "date": today, "figures": figures}
-    cells = {name: old for name, old in stamp.get("cells", {}).items() if name in now}
+    cells = {name: then for name, then in old.items() if name in now}
     nb["metadata"]["recorded"] = {**stamp, "cells": cells | new}
     for cell in nb["cells"]:
         if cell["cell_type"] == "markdown":

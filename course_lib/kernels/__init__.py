@@ -1,18 +1,16 @@
-"""Kernels in Triton that more than one lesson needs, a file a kernel, and what runs and watches them.
+"""Kernels that lesson triton times beside the learner's, a file a kernel, and what runs and watches kernels.
 
-    add.add(x, y)                                 x + y, any shapes that broadcast
     softmax.softmax(x)                            over the last dimension, each element read once
     rmsnorm.rmsnorm(x, weight, eps=1e-6)          with its backward: dx, and dw by partial sums
     matmul.matmul(a, b)                           a @ b, tiles in groups
-    xent.cross_entropy(logits, target)            the gradient overwrites the logits
 
     watch.watch()                                 counts loads and stores, finds races and stray addresses
-    compiled.refusal(kernel, args, constants)     what the compiler for a GPU refuses; needs no GPU
+    compiled.refusal(kernel, arguments)           what the compiler for a GPU refuses; needs no GPU
     replay.time_all(contenders, make)             times kernels alone, without the Python that launches them
 
-A kernel's file has its launcher and `intensity(...)` (FLOPs per byte: each input read once, each output
-written once). Launchers don't check their arguments: Triton's and PyTorch's errors do. Importing this package
-chooses Triton's interpreter where there is no GPU; Triton itself is imported by the files.
+A kernel's file has its launcher, which doesn't check its arguments: Triton's and PyTorch's errors do.
+Importing this package chooses Triton's interpreter where there is no GPU; Triton itself is imported by the
+files.
 """
 
 import importlib.util

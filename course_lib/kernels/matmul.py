@@ -119,13 +119,3 @@ def aligned(x):
 
 def fits(x, multiple=8):
     return x.stride(1) == 1 and x.stride(0) % multiple == x.shape[1] % multiple == x.data_ptr() % 16 == 0
-
-
-def flops(m, n, k):
-    "A multiply and an add for every element of a row of a and column of b."
-    return 2 * m * n * k
-
-
-def intensity(m, n, k, dtype):
-    "FLOPs per byte, each matrix moved once."
-    return flops(m, n, k) / ((m * k + k * n + m * n) * dtype.itemsize)

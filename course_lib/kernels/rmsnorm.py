@@ -146,14 +146,3 @@ def rmsnorm(x, weight, eps=1e-6):
     any of those dtypes. Computed in float32; the result has x's dtype.
     """
     return RMSNorm.apply(x, weight, eps)
-
-
-def bytes_moved(rows, columns, dtype, backward=False):
-    "Bytes: x, y, the weight, and 1 / rms in float32; backward dy, x, dx, the weight, its gradient, 1 / rms."
-    large, small = (3, 2) if backward else (2, 1)
-    return (large * rows * columns + small * columns) * dtype.itemsize + 4 * rows
-
-
-def intensity(rows, columns, dtype, backward=False):
-    "FLOPs per byte: forward a square, a sum and two products an element, backward eight in all."
-    return (8 if backward else 4) * rows * columns / bytes_moved(rows, columns, dtype, backward)

@@ -37,13 +37,3 @@ def softmax(x):
         block = triton.next_power_of_2(columns)
         softmax_kernel[(rows,)](flat, out, rows, columns, flat.stride(0), BLOCK=block)
     return out
-
-
-def bytes_moved(rows, columns, dtype, passes=1):
-    "Bytes: `passes` reads and one write an element."
-    return (passes + 1) * rows * columns * dtype.itemsize
-
-
-def intensity(rows, columns, dtype, passes=1):
-    "FLOPs per byte: maximum, difference, exponential, sum and product, one each an element."
-    return 5 * rows * columns / bytes_moved(rows, columns, dtype, passes)

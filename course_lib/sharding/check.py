@@ -18,23 +18,7 @@ from course_lib import checking as core
 from course_lib import group as groups
 from course_lib import sharding
 from course_lib.checking import yours  # noqa: F401
-
-
-def _run(size, body, what):
-    "Run `body(comm)` on a simulated group of `size` ranks: (group, results), or one sentence."
-    group = groups.Group(size)
-    try:
-        return group, group.run(body)
-    except groups.Raised as e:
-        cause = e.__cause__
-        if isinstance(cause, core.Wrong | NotImplementedError):
-            raise cause from None
-        raise core.Wrong(f"{what} raised {core.describe(cause)} on rank {e.rank} of {size}") from None
-    except (groups.Stuck, groups.Misuse) as e:
-        words = str(e)
-        if "writes into" in words:  # a gather's long tensor is wrong, not the parts
-            words = words.removesuffix(": pad the last part")
-        raise core.Wrong(f"{what} on {size} ranks: {words}") from None
+from course_lib.data_parallel import check_inputs as inputs
 
 
 class _NamedDevices(TorchFunctionMode):
@@ -174,7 +158,7 @@ def _adam(answer, ranks, shapes, dtype):
     def group_of(comm):
         return comm._group
 
-    group, results = _run(ranks, body, "ShardedAdam")
+    group, results = inputs.run(ranks, body, "ShardedAdam")
     for rank, (since, kept) in enumerate(results):
         most = 4 * share
         core.require(ranks < 4 or kept <= most, f"{what}: rank {rank} keeps {kept} numbers between steps; "
@@ -298,7 +282,7 @@ def _layers(answer, ranks, widths, dtype):
                 part.grad, mean, f"the gradient of part {i + 1} {where}, the mean over the ranks", 1e-3, 1e-3
             )
 
-    group, _ = _run(ranks, body, "GatherComputeFree")
+    group, _ = inputs.run(ranks, body, "GatherComputeFree")
     for rank in range(ranks):
         sent, most = _sent(group, rank), sum(3 * (ranks - 1) * c[0].nbytes for c in cut)
         core.require(sent <= most, f"{what}: rank {rank} sends {sent:.0f} bytes; two all-gathers and a "
@@ -347,7 +331,7 @@ def prefetched(answer):
             core.equal(left, 0, f"{what}: whole weights alive at the end")
             return got, clock.now, live.most_tensors, sum(s.lane == "wire" for s in clock.spans)
 
-        _, results = _run(ranks, body, f"prefetched, {n} layer{'s' * (n != 1)},")
+        _, results = inputs.run(ranks, body, f"prefetched, {n} layer{'s' * (n != 1)},")
         for rank, (got, took, most, gathers) in enumerate(results):
             core.close(got, want, f"{what}: the result on rank {rank}", 1e-5, 1e-6)
             core.equal(gathers, n, f"{what}: gathers")
