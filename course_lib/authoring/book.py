@@ -111,8 +111,12 @@ def _facts(nb):
 
 def _linked(text, lessons):
     "Markdown whose recorded numbers lead to the table of figures, and whose lessons lead to their pages."
-    number = r'<a class="figure" href="figures.html#\2" title="\2">\1</a>'
     pages = {stem[3:]: stem for stem in lessons}
+    figures = {name for nb in lessons.values() for name in notebook.stamp(nb).get("figures", {})}
+
+    def number(m):
+        link = f'<a class="figure" href="figures.html#{m[2]}" title="{m[2]}">{m[1]}</a>'
+        return link if m[2] in figures else m[0]
 
     def lesson(m):
         return f"{m[1]}[*{m[2]}*]({pages[m[2]]}.html)" if m[2] in pages else m[0]
