@@ -5,6 +5,7 @@ A function of `dist` takes the module `torch.distributed` on real ranks, or a `g
 
 import statistics
 import time
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -151,6 +152,9 @@ def seconds_of(fns, calls=None, rounds=5, budget=0.1):
 
     The functions take turns. `calls` in a row are timed, by default as many as take `budget` seconds.
     """
+
+    # Autograd's own thread makes the GPU's context with its first matmul, and says so.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
 
     def block(fn, k):
         for wait in (machine.sync, dist.barrier, machine.sync):
