@@ -1,7 +1,8 @@
 # make lab      the environment, your copies of the lessons, JupyterLab
+# make book     the worked lessons as a site to read, in build/book
 # make test     the environment, and everything that CI runs
 # make venv     the environment alone, in .venv (also inside an active conda or virtual environment)
-# Variables: PYTHON (what .venv is made from), LESSON, PORT, NO_BROWSER, WORK, COMMIT; RUN is a Python to use
+# Variables: PYTHON (what .venv is made from), LESSON, PORT, NO_BROWSER, WORK, OUT, COMMIT; RUN is a Python to use
 # in place of .venv, on a host that has the packages: make test-gpu RUN=python3
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ ifneq ("$(shell cat $(STAMP) 2>/dev/null)","$(CURDIR)")
 $(STAMP): moved
 endif
 
-.PHONY: lab test lessons record venv wheelhouse test-gpu lint clean moved
+.PHONY: lab test lessons book record venv wheelhouse test-gpu lint clean moved
 .DEFAULT_GOAL := lab
 
 lab: $(ENV)
@@ -36,6 +37,9 @@ lint: $(ENV)
 
 lessons: $(ENV)
 	$(COURSE) build
+
+book: $(ENV)
+	@$(COURSE) book $(if $(OUT),--out "$(OUT)")
 
 record: $(ENV)
 	$(COURSE) record $(LESSON) $(if $(COMMIT),--commit $(COMMIT))

@@ -17,9 +17,10 @@ COMMANDS = {
     "grade": ("grade", "grade_cmd", "for teachers: judge the notebooks of a class"),
     "plan": ("plan", "plan_cmd", "for teachers: the lessons in one, three and five days"),
     "reset": ("lab", "reset_cmd", "a fresh copy of a lesson; yours is kept under its date"),
-    "build": ("build", "build_cmd", "for authors: make lessons/ and README's map from nbs/"),
+    "build": ("build", "build_cmd", "for authors: make lessons/, README's map and its numbers from nbs/"),
     "record": ("record", "record_cmd", "for authors: execute lessons and store outputs and figures"),
     "figures": ("catalogue", "figures_cmd", "every recorded figure"),
+    "book": ("book", "book_cmd", "the worked lessons as a site to read: no network, no server"),
 }
 LESSON = {"metavar": "LESSON", "help": "06, roofline or 06_roofline"}
 
@@ -68,6 +69,8 @@ def parser():
     add["record"].add_argument("--out", type=Path, metavar="DIR", help="write the notebooks there")
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
     add["record"].add_argument("--dirty", help="course_lib has uncommitted changes", **yes)
+    site = notebook.ROOT / "build" / "book"
+    add["book"].add_argument("--out", type=Path, default=site, metavar="DIR", help="default: build/book")
     return top
 
 
