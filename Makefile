@@ -18,6 +18,9 @@ ENV := $(if $(RUN),,$(STAMP))
 export PYTHONPATH := $(if $(RUN),$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)),$(PYTHONPATH))
 
 ifneq ($(WHEELS),)
+ifeq ($(wildcard $(WHEELS)/*.whl),)
+$(error $(WHEELS) holds no wheels: make wheelhouse TORCH=cuda, where there is a network, fills .whl)
+endif
 export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELS))
 endif
@@ -57,12 +60,12 @@ test-gpu: $(ENV)
 wheelhouse: $(ENV)
 	@cluster/wheelhouse.sh "$(PY)" "$(TORCH)" "$(TORCH_INDEX)" "$(HOST_PYTHON)"
 
-# The wheelhouse, installed into an environment of its own with the index turned off, executes a lesson there.
+# A copy of this clone, installed from .whl as on that host, executes a lesson.
 test-wheelhouse:
-	$(PYTHON) -m venv --clear build/offline
-	PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1 PIP_FIND_LINKS=$(CURDIR)/.whl \
-	    build/offline/bin/python -m pip install --quiet --editable '.[dev]'
-	build/offline/bin/course run $(or $(LESSON),schedules)
+	rm -rf build/offline && mkdir -p build/offline
+	git ls-files -z | xargs -0 cp --parents --target-directory build/offline
+	PIP_CONFIG_FILE=/dev/null $(MAKE) -C build/offline venv WHEELS=$(CURDIR)/.whl
+	build/offline/.venv/bin/course run $(or $(LESSON),schedules)
 	rm -rf build/offline
 
 venv: $(STAMP)

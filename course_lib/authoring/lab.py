@@ -54,10 +54,8 @@ def lab_cmd(args):
                 f"port {args.port} can't be used: end the JupyterLab that may hold it, or try another --port"
             )
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
-    page = f"/lab/tree/{copy_of(path, work).name}"
-    print(
-        f"JupyterLab on lesson {number}: http://{'localhost' if args.ip == '0.0.0.0' else args.ip}:{args.port}{page}?token={token}"
-    )
+    page, host = f"/lab/tree/{copy_of(path, work).name}", args.ip.replace("0.0.0.0", "localhost")
+    print(f"JupyterLab on lesson {number}: http://{host}:{args.port}{page}?token={token}")
     print("It is there in a few seconds. Ctrl-C twice ends it.", flush=True)
     os.environ["JUPYTER_TOKEN"] = token  # not in the arguments, which other users can see
     settings = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
