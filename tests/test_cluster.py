@@ -9,6 +9,8 @@ import sys
 import pytest
 from small_course import REPOSITORY as ROOT
 
+from course_lib.authoring import cli
+
 PIP = """\
 #!/bin/bash
 echo "$*" >> asked
@@ -144,6 +146,7 @@ def test_jupyterlab_as_a_job(tmp_path, opened, way):
     assert f"ssh -N -L 30123:{way}\n" in text and "scancel 70123" in text
     wanted = f"-m course_lib.authoring.cli lab 06{' --ip 0.0.0.0' * bool(opened)} --no-browser --port 30123\n"
     assert text.endswith(wanted)
+    assert cli.parser().parse_args(wanted.split()[2:]).port == 30123
     assert (tmp_path / "out").stat().st_mode & 0o077 == 0  # others could read the token
 
 

@@ -49,6 +49,11 @@ def lab_cmd(args):
     if line := warning(work, path):
         print(line, file=sys.stderr)
     with socket.socket() as s:
+        try:
+            s.bind((args.ip, 0))
+        except OSError:
+            raise CourseError(f"--ip {args.ip} is no address of this machine") from None
+    with socket.socket() as s:
         if not 0 < args.port < 65536 or s.connect_ex(("127.0.0.1", args.port)) == 0:
             raise CourseError(
                 f"port {args.port} can't be used: end the JupyterLab that may hold it, or try another --port"
