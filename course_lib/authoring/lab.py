@@ -61,7 +61,8 @@ def lab_cmd(args):
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
     page, host = f"/lab/tree/{copy_of(path, work).name}", args.ip.replace("0.0.0.0", "localhost")
     print(f"JupyterLab on lesson {number}: http://{host}:{args.port}{page}?token={token}")
-    print("It is there in a few seconds. Ctrl-C twice ends it.", flush=True)
+    print("It is there in a few seconds. Ctrl-C twice ends it.")
+    print("Where Run All stops, the table of contents at the left marks the exercise in red.", flush=True)
     os.environ["JUPYTER_TOKEN"] = token  # not in the arguments, which other users can see
     settings = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(settings)
