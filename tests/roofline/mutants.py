@@ -133,6 +133,10 @@ def milliseconds_of_all_steps(rows, steps, gpu):
     return solutions.class_ms(rows, 1, gpu)
 
 
+def every_aten_row(rows, steps, gpu):
+    return _class_ms(rows, steps, gpu, lambda r: _counts(r) or r.key.startswith("aten::"), _own(gpu))
+
+
 def always_the_host(rows, steps, gpu):
     return _class_ms(rows, steps, gpu, _counts, lambda r: r.self_cpu_time_total)
 
@@ -386,7 +390,7 @@ RIGHT = {
 MUTANTS = {
     "roofline.1": [forgets_the_factor_2, reads_the_weights_for_every_batch, reads_a_broadcast_bias_in_full,
                    shares_the_weights_of_a_batched_product, sums_a_vector_to_nothing, assumes_two_bytes],
-    "roofline.2": [only_what_ran, adds_totals, counts_every_row, counts_triton_twice,
+    "roofline.2": [only_what_ran, adds_totals, counts_every_row, counts_triton_twice, every_aten_row,
                    forgets_generated_kernels, milliseconds_of_all_steps, always_the_host],
     "roofline.3": [weights_alone, one_more_than_the_floor, forgets_the_result, rounds_down,
                    two_bytes_always, negative_where_there_is_none, next_power_of_two],
