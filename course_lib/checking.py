@@ -113,7 +113,8 @@ def _fixed_settings():
                     require(setting() == was, left)
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         # Only where the answer changed it: a caller's `with torch.device(…)` must not become lasting.
         if torch.get_default_device() != device:
             torch.set_default_device(device if device.type != "cpu" else None)

@@ -225,10 +225,8 @@ def stopwatch(answer):
 
 
 def _judge(got, gpu, launch, cold, warm):
-    want, what = (
-        launch + statistics.median(warm),
-        f"stopwatch with warmup={len(cold)}, runs={len(warm)}",
-    )
+    want = launch + statistics.median(warm)
+    what = f"stopwatch with warmup={len(cold)}, runs={len(warm)}"
     got = core.number(got, what)
     core.equal(gpu.calls, len(cold) + len(warm), f"calls of fn for {what}", "calls")
     if math.isclose(got, want, rel_tol=1e-6, abs_tol=3e-9):  # a clock may be read in whole nanoseconds
