@@ -319,7 +319,7 @@ def _moves(move, images):
         core.equal(core.kind(got), core.kind(images), what)
         fits = (got == windows).flatten(2).all(2)  # [9, n]
         bad = n - int(fits.any(0).sum())
-        core.require(not bad, f"{what}: {bad} are none of the nine moves; see to the border and the channels")
+        core.require(not bad, f"{what}: {bad} not among the nine moves; see to the border and the channels")
         found.append(fits.int().argmax(0))
         alike = n >= 9 and len(found[-1].unique()) == 1
         core.require(not alike, f"{what}: all images of one call moved alike; draw for each image")

@@ -63,7 +63,8 @@ def _power(first=torch.randn, most=199, length=lambda v: v.norm()):
         v = first(size)
         for _ in range(most):
             v = product(v / length(v))
-        return (2 * torch.dot(v, v) / torch.dot(v, product(v))).item()
+        v = v / length(v)
+        return 2 / torch.dot(v, product(v)).item()
 
     return iterated
 
