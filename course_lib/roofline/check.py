@@ -185,7 +185,7 @@ def mfu(answer):
     for case in range(6):
         layers, width = random.randrange(2, 30), 64 * random.randrange(3, 9)
         ffn, vocab = random.randrange(2, 5) * width + 8, random.randrange(20_000, 90_000)
-        seq = random.randrange(2_000, 4_000) if case % 2 else random.randrange(3, 10, 2)
+        seq = random.randrange(2_000, 4_000, 2) if case % 2 else random.randrange(3, 10, 2)
         model = roofline.Transformer(layers, width, ffn, vocab if case % 2 else seq, seq)
         gpus, dense = random.randrange(2, 3_000) if case % 4 else 1, 10 ** random.uniform(11, 15)
         want, token = 0.99 if case == 5 else random.uniform(0.15, 0.9), _causal_flops(model) / seq
