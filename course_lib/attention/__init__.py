@@ -24,6 +24,7 @@ def contraction(on=True):
 
     Of `a * b - c`, `c - a * b` and `a * b + c` in float32 the product is then not rounded, as in an FMA.
     Both steps are in float64, where the product of two float32 numbers is exact, and rounded once.
+    `tl.fma` is an FMA in both ways; Triton's interpreter rounds its product.
     """
     from course_lib.kernels import interpret
 
@@ -44,6 +45,11 @@ def contraction(on=True):
 
         return run
 
+    def fma(self, x, y, z, original=interpret.Builder.create_fma):
+        if x.dtype.scalar != interpret.tl.float32:
+            return original(self, x, y, z)
+        return interpret.Handle((x.data.astype(np.float64) * y.data + z.data).astype(np.float32), x.dtype)
+
     def launch(fn, grid, args, kwargs):
         names = inspect.signature(fn).parameters
         bound = inspect.signature(fn).bind(*args, **{k: v for k, v in kwargs.items() if k in names})
@@ -51,7 +57,7 @@ def contraction(on=True):
 
     rounded = {"create_fmul": np.multiply, "create_fsub": np.subtract, "create_fadd": np.add}
     methods = {name: binary(op) for name, op in rounded.items()} if on else {}
-    with interpret.everything(launch, **methods):
+    with interpret.everything(launch, create_fma=fma, **methods):
         yield
 
 
@@ -100,13 +106,21 @@ def molecules(n, most=40, seed=0):
 
 
 def refuse_fallback(what):
-    """Raise RuntimeError where Dynamo gave up compiling since its last reset: `what` then ran unfused.
+    """Raise RuntimeError where Dynamo gave up a compilation since its counters were last cleared.
 
-    Past `torch._dynamo.config.recompile_limit` a call runs eagerly, with one warning in the log.
+    `what` then ran unfused: past `torch._dynamo.config.recompile_limit` a call runs eagerly, with one warning
+    in the log. Calls compiled with `fullgraph=True` can't be judged: their frames aren't counted, and they
+    raise past the limit.
     """
     frames = torch._dynamo.utils.counters["frames"]
-    if frames["total"] != frames["ok"] or not frames["ok"]:
+    total, given_up = frames["total"], frames["total"] - frames["ok"]
+    if not total:
         raise RuntimeError(
-            f"{what}: {frames['total'] - frames['ok']} of {frames['total']} compilations were given up, and "
-            "calls ran unfused. This is no figure of a fused kernel: call torch._dynamo.reset() first"
+            f"{what}: Dynamo counted no frame. Call the compiled function after "
+            "torch._dynamo.utils.counters.clear(), without fullgraph=True"
+        )
+    if given_up:
+        raise RuntimeError(
+            f"{what}: {given_up} of {total} compilations were given up, and calls ran unfused. "
+            "Call torch._dynamo.reset() and torch._dynamo.utils.counters.clear(), and time it again"
         )

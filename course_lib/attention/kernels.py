@@ -187,7 +187,10 @@ def flash_kernel(
 
 
 def flash(q, k, v, causal=True):
-    "(out, lse) of q, k, v [batch, heads, n, 64 or 128], fp16 or bf16, on a Hopper GPU; forward only."
+    """(out, lse) of q, k, v [batch, heads, n, 64 or 128], fp16 or bf16, on a Hopper GPU; forward only.
+
+    v must be finite where n is no multiple of 128: the last block of a head reads on into the next one.
+    """
     batch, heads, n, d = q.shape
     q, k, v = (t.contiguous() for t in (q, k, v))
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)

@@ -76,8 +76,8 @@ class Kernel:
         for i, most in (limits or {}).items():
             found = w.loads.get(self.names[i])
             require(found and found.elements, f"{what}: {self.names[i]} is never loaded by tl.load")
-            often = f"{what}: {self.names[i]} is loaded {found.elements:,} times, where {most:,} are enough"
-            require(found.elements <= most, often)
+            often = f"{found.elements:,} elements of {self.names[i]} are loaded, where {most:,} are enough"
+            require(found.elements <= most, f"{what}: {often}")
         homes = {n: r for r in w.launches[-1].regions for n in r.names}
         writers = {i: of_elements(homes[self.names[i]].writer, args[i]) for i in once[1]}
         for i, programs in (owners or {}).items():

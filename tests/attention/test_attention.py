@@ -44,7 +44,8 @@ def test_contraction_is_what_float64_says(answers):
     text += "    at = tl.arange(0, BLOCK)\n    x = tl.load(x_ptr + at)\n    tl.store(out_ptr + at, {})\n"
     x = torch.randn(64) * 100
     for how, want in (("x * x - c", lambda x, c: x * x - c), ("c - x * c", lambda x, c: c - x * c),
-                      ("x * c + x", lambda x, c: x * c + x)):  # fmt: skip
+                      ("x * c + x", lambda x, c: x * c + x),
+                      ("tl.fma(x, x, c)", lambda x, c: x * x + c)):  # fmt: skip
         out, kernel = torch.empty(64), answers.made(text.format(how), "fma_kernel")
         with lesson.contraction():
             kernel[(1,)](x, out, 1.1, BLOCK=64)
@@ -87,15 +88,25 @@ def test_a_fallback_is_refused():
         run(torch.ones(2), 2)
         lesson.refuse_fallback("two")
         run(torch.ones(2), 3)
-        with pytest.raises(RuntimeError, match="three: 1 of 3 compilations were given up"):
+        with pytest.raises(RuntimeError, match=r"three: 1 of 3 compilations .*.*counters.clear"):
             lesson.refuse_fallback("three")
+        torch._dynamo.reset()  # the message's remedy
+        torch._dynamo.utils.counters.clear()
+        run(torch.ones(2), 3)
+        lesson.refuse_fallback("again")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with pytest.raises(RuntimeError):
-        lesson.refuse_fallback("nothing was compiled")
+    torch.compile(add, backend="eager", dynamic=False, fullgraph=True)(torch.ones(2), 1)
+    with pytest.raises(RuntimeError, match=r"counted no frame.*without fullgraph"):
+        lesson.refuse_fallback("whole graphs")
 
 
 def test_odd_answers_get_a_sentence(answers):
+    part = torch.zeros(3, 4), torch.zeros(3)
+    want = part[0], torch.full((3,), float("-inf"))
+    assert said(check.same, part, want, "here") == "lse, here: expected -inf at [0], got 0"
+    must = said(check.masks, lambda w: lambda b, h, i, j: j <= i, *answers.FOUR[1:])
+    assert "sees key 0 in your mask, and must not" in must
     assert "expected the 11 arguments of the lesson" in said(check.flash, answers.REFERENCE["attention.5"])
     assert "expected a function of (b, h, q_idx, kv_idx)" in said(check.masks, lambda w: 3, *answers.FOUR[1:])
     python_and = lambda w: lambda b, h, i, j: j <= i and i - j < w  # noqa: E731
