@@ -212,7 +212,10 @@ MUTANTS = {
         changed("attention.5", ("(s - tl.max(s, axis=0)) * scale", "s * scale - tl.max(s * scale, axis=0)")),
         changed("attention.5", ("(s - tl.max(s, axis=0)) * scale", "s * scale - tl.max(s, axis=0) * scale")),
         changed("attention.5", ("(s - tl.max(s, axis=0)) * scale",
-                                "tl.minimum(s * scale - tl.max(s * scale, axis=0), 0.0)")),
+                                "tl.maximum(tl.minimum(s * scale - tl.max(s * scale, axis=0), 0.0), -99.0)")),
+        changed("attention.5", ("(s - tl.max(s, axis=0)) * scale",
+                                "tl.where(s * scale == tl.max(s * scale, axis=0), 0.0, "
+                                "(s - tl.max(s, axis=0)) * scale)")),
         changed("attention.5", ("s = tl.load(s_ptr + at)", "s = tl.maximum(tl.load(s_ptr + at), -10000.0)")),
         changed("attention.5", ("s = tl.load(s_ptr + at)",
                                 "s = tl.load(s_ptr + at)\n    s = tl.where(tl.abs(s) > 1e9, -1e9, s)")),
