@@ -58,7 +58,7 @@ def between(batches, lengths):
     return max(0.0, float((outside - inside) / (outside + (size - 1) * inside)))
 
 
-def explore(lengths, batch=32, pool=1, bucket=1, seed=0):
+def explore(lengths, batch=32, pool=8, bucket=1, seed=0):
     """The explorer's data: an epoch of batches from sorted pools, padded to a multiple of `bucket`.
 
     `slots` lists (documents, padded length) of the batches, `waste` is a share, `shapes` how many padded

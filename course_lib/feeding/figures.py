@@ -7,19 +7,19 @@ from course_lib.show import COLOURS, axes
 
 def draw_rows(rows, context, title=""):
     "Rows of documents, each a list of lengths: text in colours, padding empty, up to `context` slots."
-    fig, axs = axes(figsize=(6.8, 0.09 * len(rows) + 1.3))
+    fig, axs = axes(figsize=(6.8, 0.09 * len(rows) + 1.4))
     for y, lengths in enumerate(rows):
         axs.barh(y, context, height=0.8, color="#dddddd")
         left = 0
         for k, n in enumerate(lengths):
             axs.barh(y, n, left=left, height=0.8, color=COLOURS[k % 6], edgecolor="white", linewidth=0.4)
             left += n
+    axs.barh(0, 0, color=COLOURS[0], label="text: a colour for each document")
     axs.barh(0, 0, color="#dddddd", label="padding")
-    axs.barh(0, 0, color=COLOURS[0], label="text")
     axs.set(xlabel="slots", ylabel="row", xlim=(0, context), title=title)
     axs.invert_yaxis()
     axs.grid(False)
-    axs.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.0), frameon=True)
+    axs.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return fig
 
 
@@ -65,7 +65,8 @@ def draw_gains(gains, unit):
     for y, (label, found) in enumerate(gains.items()):
         ax.plot(found, [y] * len(found), "o", color=COLOURS[y], alpha=0.6, markersize=5)
         ax.plot(sum(found) / len(found), y, "|", color=COLOURS[y], markersize=22, markeredgewidth=2)
-        ax.annotate(label, (0, y), xytext=(4, 12), textcoords=("axes fraction", "offset points"), fontsize=8)
+        ax.annotate(label, (0, y), xytext=(0.01, 12), fontsize=8,
+                    xycoords=("axes fraction", "data"), textcoords=("axes fraction", "offset points"))  # fmt: skip
     ax.axvline(0, color="#555555", linewidth=1)
     ax.set(xlabel=unit, ylim=(len(gains) - 0.5, -0.9), yticks=[])
     return fig
