@@ -1,5 +1,5 @@
-"""Checks of feeding. Oracles: tensors that are padded, a network that sees each document alone, order statistics,
-all partitions of few documents, files written byte by byte."""
+"""Checks of feeding. Oracles: tensors that are padded, a network that sees each document alone, order
+statistics, all partitions of few documents, files written byte by byte."""
 
 import itertools
 import math
@@ -38,7 +38,8 @@ def _once_each(rows, n, what):
     odd = [i for i in flat if isinstance(i, bool) or not isinstance(i, int | np.integer)]
     core.require(not odd, f"{what}: expected document numbers (ints), got {core.kind((odd or [0])[0])}")
     for i in range(n) if sorted(flat) != list(range(n)) else ():
-        core.require(flat.count(i) == 1, f"{what}: document {i} is there {flat.count(i)} times, expected once")
+        times = flat.count(i)
+        core.require(times == 1, f"{what}: document {i} is there {times} times, expected once")
     core.require(len(flat) == n, f"{what}: there is no document {max(flat, default=0)}")
     return rows
 
@@ -50,8 +51,8 @@ def _says(answer, *args, words, why):
     except core.Wrong as e:
         said = str(e.cause) if isinstance(e.cause, ValueError) else None
         core.require(said is not None, f"{why}: expected a ValueError, got {core.describe(e.cause or e)}")
-        good = "\n" not in said and all(word in said for word in words)
-        core.require(good, f"{why}: expected one sentence that contains {' and '.join(words)}, got {said[:150]!r}")
+        good, wanted = "\n" not in said and all(w in said for w in words), " and ".join(words)
+        core.require(good, f"{why}: expected one sentence that contains {wanted}, got {said[:150]!r}")
     else:
         raise core.Wrong(f"{why}: expected a ValueError, got {core.kind(got)}")
 
@@ -81,7 +82,8 @@ def pack(answer):
     real, small = _real_lengths(6000), _real_lengths(3000, 300)
     few = [random.randint(1, 30) for _ in range(7)]
     cases = [(real, 512, " in random order"), (sorted(real), 512, ", short ones first"), (small, 300, ""),
-             (sorted(real, reverse=True), 512, ", long ones first"), ([], 9, ""), ([7], 7, ""), (few, 31, "")]  # fmt: skip
+             (sorted(real, reverse=True), 512, ", long ones first"),
+             ([], 9, ""), ([7], 7, ""), (few, 31, "")]  # fmt: skip
     for lengths, context, order in cases:
         what = f"{len(lengths)} documents{order}, context {context}"
         rows = _once_each(core.call(answer, lengths, context), len(lengths), what)
@@ -120,23 +122,26 @@ def _row(pack_row, document_mask, documents, context, what):
     nexts = [F.pad(d[1:], (0, 1), value=-100) for d in documents]
     nexts = F.pad(torch.cat(nexts), (0, context - len(text)), value=-100)
     for name, got in zip(("tokens", "targets", "positions", "document"), row, strict=True):
-        good = isinstance(got, torch.Tensor) and got.dtype == torch.int64 and got.shape == (context,)
-        core.require(good, f"{what}: {name}: expected an int64 tensor [{context}], got {core.kind(got)}")
+        _tensor(got, torch.int64, (context,), f"{what}: {name}")
     core.close(row[0], F.pad(text, (0, context - len(text))), f"{what}: tokens", 0, 0)
     core.close(row[1], nexts, f"{what}: targets", 0, 0)
     places = torch.cat([torch.arange(len(d)) for d in documents])
     core.close(row[2][: len(text)], places, f"{what}: positions of the documents", 0, 0)
     inside = bool(((row[2] >= 0) & (row[2] < context)).all())
     core.require(inside, f"{what}: expected positions from 0 to {context - 1} in the padding too")
-    mask = core.call(document_mask, row[3])
-    good = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == (context, context)
-    core.require(good, f"{what}: mask: expected a bool tensor [{context}, {context}], got {core.kind(mask)}")
-    core.require(bool(mask.any(1).all()), f"{what}: a row of the mask is empty, and a softmax over nothing is "
-                 "NaN: let each padding token see itself")  # fmt: skip
+    mask = _tensor(core.call(document_mask, row[3]), torch.bool, (context, context), f"{what}: mask")
+    core.require(bool(mask.any(1).all()), f"{what}: a row of the mask is empty: its softmax would be NaN")
     return (*row[:3], mask)
 
 
-@core.exercise("feeding.3", "each document's loss as if alone, in full rows too; a changed one changes no other")
+def _tensor(got, dtype, shape, what):
+    good = isinstance(got, torch.Tensor) and got.dtype == dtype and got.shape == shape
+    kind = f"a {str(dtype).removeprefix('torch.')} tensor of shape {list(shape)}"
+    core.require(good, f"{what}: expected {kind}, got {core.kind(got)}")
+    return got
+
+
+@core.exercise("feeding.3", "each document's loss is as alone, in full rows too; no document changes another")
 def pack_row(pack_row, document_mask):
     for answer in (pack_row, document_mask):
         core.need_callable(answer)
@@ -151,21 +156,22 @@ def pack_row(pack_row, document_mask):
             start, end = starts[changed], starts[changed + 1]
             d, n = documents[changed], sizes[changed] - 1
             alone = reader.losses(d[:-1], d[1:], torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())
-            core.close(each[start : end - 1], alone, f"{what}: losses of document {changed} in the row and alone (does "
-                       "its mask let it see all of its past, and nothing else?)", 1e-9, 1e-9)  # fmt: skip
+            why = f"{what}: losses of document {changed} alone and in the row (what does it see?)"
+            core.close(each[start : end - 1], alone, why, 1e-9, 1e-9)
             others = [d + (k == changed) for k, d in enumerate(documents)]
             after = reader.losses(*_row(pack_row, document_mask, others, context, what))
             moved = (after - each).abs() > 1e-9
             moved[start:end] = False
-            core.require(not moved.any(), f"{what}: document {changed} was changed, and losses of another changed too")
+            why = f"{what}: document {changed} was changed, and losses of another one changed too"
+            core.require(not moved.any(), why)
     batch = torch.randint(4, (3, 9))
     want = [[[bool(r[q] == r[k]) and k <= q for k in range(9)] for q in range(9)] for r in batch]
-    got = core.call(document_mask, batch)
-    got = got.int() if isinstance(got, torch.Tensor) and got.dtype == torch.bool else got
-    core.close(got, torch.tensor(want).int(), "the mask of three rows, bool, numbers of documents in any order", 0, 0)
+    what = "mask of three rows with numbers in any order"
+    got = _tensor(core.call(document_mask, batch), torch.bool, (3, 9, 9), what)
+    core.close(got.int(), torch.tensor(want).int(), what, 0, 0)
 
 
-@core.exercise("feeding.4", "each document once, padding and randomness as the pools allow, repeatable by seed")
+@core.exercise("feeding.4", "each document once, as random as the pools allow, repeatable by seed")
 def grouped_batches(answer):
     core.need_callable(answer)
 
@@ -178,7 +184,7 @@ def grouped_batches(answer):
         core.require(same, f"{what}: random numbers came from elsewhere than `generator`")
         short = [len(b) for b in made if len(b) != batch]
         good = len(short) <= 1 and all(n < batch for n in short)
-        core.require(good, f"{what}: expected batches of {batch} and one smaller one at most, got {short[:4]}")
+        core.require(good, f"{what}: expected batches of {batch} and one smaller one, got {short[:4]}")
         return made, what
 
     n, batch, seed = random.choice((1201, 1307)), random.choice((7, 9)), random.randrange(10**6)
@@ -189,16 +195,18 @@ def grouped_batches(answer):
         again = epoch(sizes, batch, pool, torch.Generator().manual_seed(seed))[0]
         core.require(again == epochs[0], f"{what}: the same seed gave another epoch")
         met = statistics.fmean(feeding.met_again(*two) for two in itertools.pairwise(epochs))
-        core.require(met < 0.15 or (pool > n and sizes is lengths), f"{what}{' of equal length' * (sizes != lengths)}: "
-                     f"{100 * met:.0f} % of the partners were partners in the epoch before too; draw the pools anew in "
-                     "each epoch, and keep equal lengths in random order")  # fmt: skip
+        what += ", equal lengths" * (sizes is not lengths)
+        why = f"{what}: {100 * met:.0f} % of partners met in the last epoch too; are pools and ties random?"
+        core.require(met < 0.15 or (pool > n and sizes is lengths), why)
         if sizes is lengths:
             # Mean distance of the least and the greatest of a batch that lie in a sorted pool.
             want = 4000 * (batch - 1) / (min(n, pool * batch) + 1)
             span = statistics.fmean(max(lengths[i] for i in b) - min(lengths[i] for i in b)
                                     for e in epochs for b in e if len(b) == batch)  # fmt: skip
-            core.require(0.75 < span / want < 1.3, f"{what}: the longest and the shortest of a batch differ by "
-                         f"{span:.0f} tokens in the mean; sorted pools of {pool} batches give {want:.0f}")  # fmt: skip
+            why = f"{what}: longest and shortest of a batch differ by {span:.0f} tokens in the mean"
+            core.require(
+                0.75 < span / want < 1.3, f"{why}; with sorted pools of {pool} batches by {want:.0f}"
+            )
             for e in epochs:
                 trend = statistics.correlation(range(len(e)), [max(lengths[i] for i in b) for b in e])
                 core.require(abs(trend) < 0.5, f"{what}: the batches come in order of length; shuffle them")
@@ -209,7 +217,7 @@ def balance(answer):
     core.need_callable(answer)
 
     def heaviest(costs, ranks):
-        what = f"{len(costs)} documents on {ranks} ranks"
+        what = f"{len(costs)} documents on {ranks} rank{'s' * (ranks > 1)}"
         shares = _once_each(core.call(answer, costs, ranks), len(costs), what)
         core.equal(len(shares), ranks, f"{what}: the number of lists")
         return max(sum(costs[i] for i in share) for share in shares), what
@@ -220,14 +228,16 @@ def balance(answer):
         for costs in (lengths, sorted(lengths), [n / 512 + (n / 512) ** 2 for n in lengths], giant):
             most, what = heaviest(costs, ranks)
             bound = max(sum(costs) / ranks, *costs)
-            core.require(most <= 1.02 * bound, f"{what}: the largest sum is {most:.5g}, 2 % over the bound is "
-                         f"{1.02 * bound:.5g}")  # fmt: skip
-    for _ in range(6):
-        costs, ranks = [random.randint(1, 40) for _ in range(random.randint(2, 7))], random.choice((2, 3, 5))
+            why = f"{what}: the largest sum is {most:.5g}, 2 % over the bound is {1.02 * bound:.5g}"
+            core.require(most <= 1.02 * bound, why)
+    for n, ranks in ((3, 5), (4, 3), (5, 2), (5, 3), (6, 2), (6, 4)):
+        costs = [random.randint(1, 40) for _ in range(n)]
         most, what = heaviest(costs, ranks)
-        ways = itertools.product(range(ranks), repeat=len(costs))
-        best = min(max(sum(c for c, r in zip(costs, way, strict=True) if r == k) for k in range(ranks)) for way in ways)
-        core.require(3 * most <= 4 * best, f"{what}, costs {costs}: the largest sum is {most}, and {best} is possible")
+        sums = ([sum(c for c, r in zip(costs, way, strict=True) if r == k) for k in range(ranks)]
+                for way in itertools.product(range(ranks), repeat=len(costs)))  # fmt: skip
+        best = min(map(max, sums))
+        why = f"{what}, costs {costs}: the largest sum is {most}, and {best} is possible"
+        core.require(3 * most <= 4 * best, why)
 
 
 def _bytes(starts, tokens):
@@ -240,10 +250,11 @@ def _reads(documents, wanted, what):
     core.equal(len(documents), len(wanted), f"{what}: len")
     for i, want in random.sample(list(enumerate(wanted)), len(wanted)):
         got = core.call(documents.__getitem__, i)
+        _tensor(got, torch.int64, (len(want),), f"{what}: document {i}")
         core.close(got, torch.tensor(want, dtype=torch.int64), f"{what}: document {i}", 0, 0)
-        core.require(got.dtype == torch.int64, f"{what}: document {i}: expected int64, got {core.kind(got)}")
-        got += 1  # in memory of its own
-        core.close(documents[i], got - 1, f"{what}: document {i}, read again after what was read changed", 0, 0)
+        got += 1  # it has memory of its own
+        why = f"{what}: document {i}, read again after the first tensor was changed"
+        core.close(documents[i], got - 1, why, 0, 0)
     core.refuses(documents.__getitem__, len(wanted), error=IndexError, why=f"{what}: document {len(wanted)}")
 
 
@@ -292,8 +303,8 @@ def _large(answer, path, total):
     finally:
         tracemalloc.stop()
     what = f"a file of {2 * total / 1e6:,.0f} MB"
-    core.require(peak < 4 << 20, f"{what}: opening it and reading two short documents took {peak / 1e6:.0f} MB")
-    for got, want in zip(ends, ([1, 2, 3, 4], [9, 8, 7]), strict=True):
-        core.close(got, torch.tensor(want), f"{what}: the {'first' if want[0] == 1 else 'last'} document", 0, 0)
+    core.require(peak < 4 << 20, f"{what}: to read two short documents took {peak / 1e6:.0f} MB of memory")
+    core.close(ends[0], torch.tensor([1, 2, 3, 4]), f"{what}: the first document", 0, 0)
+    core.close(ends[1], torch.tensor([9, 8, 7]), f"{what}: the last document", 0, 0)
     kept = len(pickle.dumps(opened))
     core.require(kept < 10_000, f"{what}: pickled it has {kept:,} bytes; expected the path alone")

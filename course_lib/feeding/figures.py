@@ -65,8 +65,7 @@ def draw_gains(gains, unit):
     for y, (label, found) in enumerate(gains.items()):
         ax.plot(found, [y] * len(found), "o", color=COLOURS[y], alpha=0.6, markersize=5)
         ax.plot(sum(found) / len(found), y, "|", color=COLOURS[y], markersize=22, markeredgewidth=2)
-        ax.annotate(label, (0, y), xytext=(0.01, 12), fontsize=8,
-                    xycoords=("axes fraction", "data"), textcoords=("axes fraction", "offset points"))  # fmt: skip
+        ax.text(0.01, y - 0.33, label, transform=ax.get_yaxis_transform(), fontsize=8)
     ax.axvline(0, color="#555555", linewidth=1)
     ax.set(xlabel=unit, ylim=(len(gains) - 0.5, -0.9), yticks=[])
     return fig
