@@ -14,7 +14,8 @@ def draw_rows(rows, context, title=""):
         for k, n in enumerate(lengths):
             axs.barh(y, n, left=left, height=0.8, color=COLOURS[k % 6], edgecolor="white", linewidth=0.4)
             left += n
-    axs.barh(0, 0, color=COLOURS[0], label="text: a colour for each document")
+    several = any(len(row) > 1 for row in rows)
+    axs.barh(0, 0, color=COLOURS[0], label="text, a colour for each document" if several else "text")
     axs.barh(0, 0, color="#dddddd", label="padding")
     axs.set(xlabel="slots", ylabel="row", xlim=(0, context), title=title)
     axs.invert_yaxis()
