@@ -4,12 +4,16 @@ import ctypes
 import importlib.util
 import itertools
 import mmap
+import random
 import re
 import statistics
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from course_lib import machine
 
 PACKAGES = ("numpy", "sklearn", "matplotlib")
 WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
@@ -94,7 +98,28 @@ def in_memory(path):
         return None if failed else sum(p & 1 for p in pages) / len(pages)
 
 
+def step_costs(lengths, documents, steps, seed=0):
+    "The lengths of `documents` random documents, for each of `steps` steps."
+    draw = random.Random(seed)
+    return [draw.sample(lengths, documents) for _ in range(steps)]
+
+
 def waited(shares, costs):
     "The share of all ranks' time at the barrier, when rank r computes the documents `shares[r]`."
     sums = [sum(costs[i] for i in share) for share in shares]
     return 1 - sum(sums) / (len(sums) * max(sums))
+
+
+def loop_ms(batches, step, workers, steps):
+    """Milliseconds of one of `steps` steps, each of which takes a batch of tensors to the device.
+
+    The batches that `workers` processes had ready before the first step are left out.
+    """
+    skipped, feed = 3 * workers + 2, iter(batches)  # each worker prepares two batches ahead
+    for k in range(skipped + steps):
+        if k == skipped:
+            machine.sync()
+            start = time.perf_counter()
+        step(*(t.to(machine.device(), non_blocking=True) for t in next(feed)))
+    machine.sync()
+    return 1e3 * (time.perf_counter() - start) / steps

@@ -1,6 +1,7 @@
 "What lesson feeding keeps outside its cells: texts, measures of batches, pages of a file, waiting."
 
 import os
+import time
 
 import pytest
 import torch
@@ -44,6 +45,24 @@ def test_explore_by_padding_the_same_batches(pool, bucket):
 def test_waited():
     assert feeding.waited([[0], [1]], [4, 4]) == 0
     assert feeding.waited([[0], [1, 2], []], [6, 1, 2]) == pytest.approx(0.5)
+
+
+def test_step_costs_repeat_and_have_no_document_twice():
+    drawn = feeding.step_costs(range(50), 12, 4)
+    assert drawn == feeding.step_costs(range(50), 12, 4) and len(drawn) == 4
+    assert all(len(set(costs)) == 12 for costs in drawn)
+
+
+def test_loop_ms_leaves_out_the_batches_made_before():
+    seen = []
+
+    def step(a, b):
+        seen.append((int(a), int(b)))
+        time.sleep(0.05 if len(seen) <= 5 else 0.002)
+
+    batches = ((torch.tensor(k), torch.tensor(-k)) for k in range(99))
+    assert 2 <= feeding.loop_ms(batches, step, workers=1, steps=6) < 30
+    assert seen == [(k, -k) for k in range(11)]
 
 
 def test_pages_in_memory(tmp_path):
