@@ -12,7 +12,7 @@ COMMANDS = {
     "list": ("catalogue", "list_cmd", "the lessons, their exercises, your progress"),
     "doctor": ("catalogue", "doctor_cmd", "what this machine is, how fast it is, what it can do"),
     "lab": ("lab", "lab_cmd", "open JupyterLab on your copies of the lessons"),
-    "run": ("record", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
+    "run": ("run", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
     "check": ("check", "check_cmd", "execute a copy of your notebook and judge its exercises"),
     "grade": ("grade", "grade_cmd", "for teachers: judge the notebooks of a class"),
     "plan": ("plan", "plan_cmd", "for teachers: the lessons in one, three and five days"),
@@ -35,8 +35,14 @@ def parser():
     add["lab"].add_argument("lesson", nargs="?", **LESSON)
     add["lab"].add_argument("--no-browser", help="print the address (or NO_BROWSER=1)", **yes)
     add["lab"].add_argument("--port", type=int, default=8888, metavar="N", help="default: 8888")
+    add["lab"].add_argument("--ip", default="localhost", help="0.0.0.0 for all networks; default: localhost")
     add["run"].add_argument("lessons", nargs="*", **LESSON)
     add["run"].add_argument("--all", help="every lesson", **yes)
+    suits = "those that run without a GPU (cpu), have cells for one (gpu) or measure on several (gpus)"
+    add["run"].add_argument("--needs", choices=("cpu", "gpu", "gpus"), help=suits)
+    add["run"].add_argument("--jobs", type=int, default=1, metavar="N", help="lessons at a time; default: 1")
+    add["run"].add_argument("--timeout", type=float, metavar="S", help="seconds a cell; default: no limit")
+    add["run"].add_argument("--junit", type=Path, metavar="FILE", help="a report for CI: each cell a test")
     add["check"].add_argument("lessons", nargs="+", **LESSON)
     add["check"].add_argument("--exercise", metavar="N", help="judge this one alone: 3 or roofline.3")
     add["check"].add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a cell")

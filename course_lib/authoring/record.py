@@ -1,6 +1,6 @@
-"""`course run` and `course record`: execute worked lessons, and show or store what came.
+"""`course record`: execute worked lessons and store what came.
 
-`record` is the only writer of outputs. On a GPU everything is renewed; with `--cpu` marked cells alone, which
+It is the only writer of outputs. On a GPU everything is renewed; with `--cpu` marked cells alone, which
 are the same on every machine. A fresh kernel runs all cells in order; an error leaves the notebook as it was.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from course_lib import machine, recorded
+from course_lib import machine
 from course_lib.authoring import catalogue, kernel, notebook, outputs, prose, rules, stamps
 from course_lib.authoring.notebook import CourseError
 
@@ -30,42 +30,34 @@ def worked(words):
     return [known[n] for n in dict.fromkeys(notebook.resolve(w, notebook.NBS) for w in words) or known]
 
 
-def execute(nb, name, env=None):
+def code_cells(nb):
+    "The cells of a notebook that are executed."
+    return [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
+
+
+def execute(nb, name, env=None, done=None, timeout=None):
     """Execute the code cells of the worked notebook `nb` in order; `name` is for the lines that are printed.
 
     Returns ({cell's id: kernel.Ran}, {noted figure: its row}); raises CourseError where a cell fails. Cells
-    run in a temporary folder, so that they write nothing into the repository. `env` adds variables.
+    run in a temporary folder, so that they write nothing into the repository. `env` adds variables; `done`
+    is a dict to fill, for who wants what ran before a failure; `timeout` is in seconds for each cell.
     """
-    cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
-    done, figures = {}, {}
+    cells, done, figures = code_cells(nb), {} if done is None else done, {}
     with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
         notes, folder = Path(scratch, "figures.jsonl"), Path(scratch, "nbs")
         folder.mkdir()
-        with kernel.Session(folder, env={"COURSE_FIGURES": str(notes), **(env or {})}) as session:
+        with kernel.Session(folder, timeout, env={"COURSE_FIGURES": str(notes), **(env or {})}) as session:
             for i, cell in enumerate(cells):
                 ran = done[cell["id"]] = session.execute(notebook.source(cell))
-                print(f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s", flush=True)
+                print(
+                    f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s\n", end="", flush=True
+                )
                 if ran.error:
                     raise CourseError(f"{name}, cell `{cell['id']}`: {ran.error}")
         if notes.exists():
             rows = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
             figures = {row.pop("name"): row for row in rows}
     return done, figures
-
-
-def run_cmd(args):
-    "Execute worked lessons; writes nothing into the repository. Returns 1 if a cell failed."
-    if not (args.lessons or args.all):
-        raise CourseError("name a lesson, or use --all")
-    status = 0
-    for path in worked(args.lessons):
-        try:
-            _, figures = execute(notebook.load(path), path.stem)
-            print(recorded.compare(path.stem[3:], figures), end="\n\n", flush=True)
-        except CourseError as e:
-            print(e, file=sys.stderr)
-            status = 1
-    return status
 
 
 def record_cmd(args):
