@@ -67,9 +67,14 @@ def padding(answer):
         for batch in batches:
             rows = pad_sequence([torch.ones(n) for n in batch], batch_first=True)
             slots += F.pad(rows, (0, -rows.shape[1] % step)).numel()
-        tokens, given = sum(map(sum, batches)), (list(b) for b in batches)
-        got = core.call(answer, given, **({"multiple": multiple} if multiple else {}))
+        tokens, kept = sum(map(sum, batches)), [list(b) for b in batches]
+        got = core.call(answer, iter(kept), **({"multiple": multiple} if multiple else {}))
         got = core.parts(got, "tokens slots waste", "what padding returns")
+        core.require(kept == batches, "padding changed a batch; leave the batches as they are")
+        for name, total in zip(("tokens", "slots"), got, strict=False):
+            core.require(
+                isinstance(total, int | np.integer), f"{name}: expected an int, got {core.kind(total)}"
+            )
         what = f"of batches with {[len(b) for b in batches]} documents, multiple {step}"
         core.equal(got[0], tokens, f"tokens {what}")
         core.equal(got[1], slots, f"slots {what}")
@@ -131,6 +136,8 @@ def _row(pack_row, document_mask, documents, context, what):
     core.require(inside, f"{what}: expected positions from 0 to {context - 1} in the padding too")
     mask = _tensor(core.call(document_mask, row[3]), torch.bool, (context, context), f"{what}: mask")
     core.require(bool(mask.any(1).all()), f"{what}: a row of the mask is empty: its softmax would be NaN")
+    alone = not mask[len(text) :, : len(text)].any()
+    core.require(alone, f"{what}: the padding sees a document; give it a number of its own")
     return (*row[:3], mask)
 
 
@@ -207,9 +214,29 @@ def grouped_batches(answer):
             core.require(
                 0.75 < span / want < 1.3, f"{why}; with sorted pools of {pool} batches by {want:.0f}"
             )
-            for e in epochs:
-                trend = statistics.correlation(range(len(e)), [max(lengths[i] for i in b) for b in e])
-                core.require(abs(trend) < 0.5, f"{what}: the batches come in order of length; shuffle them")
+            _in_random_order(epochs, lengths, pool, what)
+        places = {next(k for k, b in enumerate(e) if len(b) < batch) for e in epochs}
+        why = f"{what}: in six epochs the smaller batch stood only at places {sorted(places)}; shuffle all"
+        core.require(len(places) > 2, why)
+
+
+def _in_random_order(epochs, lengths, pool, what):
+    "Require that the order of the batches shows neither lengths, nor the last epoch's order, nor pools."
+    tops = [[max(lengths[i] for i in b) for b in e] for e in epochs]
+    order = range(len(tops[0]))
+    trend = max(abs(statistics.correlation(order, t)) for t in tops)
+    core.require(trend < 0.5, f"{what}: the batches come in order of length; shuffle them")
+    same = max(abs(statistics.correlation(*two)) for two in itertools.pairwise(tops))
+    core.require(same < 0.5, f"{what}: the batches' order follows a pattern, the same in each epoch")
+    # How often two batches overlap in length, and how far apart they are: neighbours against all pairs.
+    # Batches of a sorted pool never overlap.
+    ends = [[(min(lengths[i] for i in b), max(lengths[i] for i in b)) for b in e] for e in epochs]
+    for measure in (lambda a, b: a[0] < b[1] and b[0] < a[1], lambda a, b: abs(a[1] - b[1])):
+        near = statistics.fmean(measure(*two) for e in ends for two in itertools.pairwise(e))
+        far = statistics.fmean(measure(*two) for e in ends for two in itertools.combinations(e, 2))
+        core.require(
+            near >= 0.6 * far, f"{what}: batches of a pool follow each other; shuffle the whole epoch"
+        )
 
 
 @core.exercise("feeding.5", "every document once, and no rank has much more than the bound")
@@ -285,6 +312,7 @@ def documents(answer):
             _says(answer, path, words=(path.name,), why=f"a file that {why}")
         for total in (32 << 20, 5 << 29):  # tokens of sparse files, which take no room on the disk
             _large(answer, Path(folder, f"{total}.bin"), total)
+        _keeps_nothing(answer, Path(folder, "twelve.bin"))
 
 
 def _large(answer, path, total):
@@ -308,3 +336,29 @@ def _large(answer, path, total):
     core.close(ends[1], torch.tensor([9, 8, 7]), f"{what}: the last document", 0, 0)
     kept = len(pickle.dumps(opened))
     core.require(kept < 10_000, f"{what}: pickled it has {kept:,} bytes; expected the path alone")
+
+
+def _own_memory():
+    "Bytes of this process that come from no file; 0 where the system doesn't say."
+    try:
+        found = Path("/proc/self/status").read_text().split("RssAnon:")[1]
+    except (OSError, IndexError):
+        return 0
+    return 1024 * int(found.split()[0])
+
+
+def _keeps_nothing(answer, path, n=12, size=1 << 20):
+    "Read twelve documents of 8 MB each, as int64."
+    with open(path, "wb") as f:
+        f.write(_bytes(range(0, (n + 1) * size, size), []))
+        f.truncate(f.tell() + 2 * n * size)
+    opened, before = core.call(answer, path), _own_memory()
+    tracemalloc.start()
+    try:
+        for i in range(n):
+            core.call(opened.__getitem__, i)
+        held = max(tracemalloc.get_traced_memory()[0], _own_memory() - before)
+    finally:
+        tracemalloc.stop()
+    why = f"after {n} documents of 8 MB were read, {held / 1e6:.0f} MB are still in use; keep none of them"
+    core.require(held < 48 << 20, why)

@@ -48,19 +48,23 @@ def always_one_more(batches, multiple=1):
     return tokens, slots, 1 - tokens / slots
 
 
-def no_multiple(batches, multiple=1):
-    return solutions.padding(batches)
+def totals_as_floats(batches, multiple=1):
+    tokens, slots, waste = solutions.padding(batches, multiple)
+    return float(tokens), float(slots), waste
+
+
+def empties_the_batches(batches, multiple=1):
+    kept = list(batches)
+    found = solutions.padding(kept, multiple)
+    for batch in kept:
+        batch.clear()
+    return found
 
 
 def twice_through(batches, multiple=1):
     tokens = sum(map(sum, batches))
     slots = sum(len(b) * -(-max(b) // multiple) * multiple for b in batches)
     return tokens, slots, 1 - tokens / max(1, slots)
-
-
-def share_of_text(batches, multiple=1):
-    tokens, slots, waste = solutions.padding(batches, multiple)
-    return tokens, slots, 1 - waste
 
 
 def one_width(batches, multiple=1):
@@ -217,9 +221,15 @@ def all_one_document(documents, context):
     return *solutions.pack_row(documents, context)[:3], torch.zeros(context, dtype=torch.int64)
 
 
-def padding_joins_the_last(documents, context):
-    tokens, targets, positions, document = solutions.pack_row(documents, context)
-    return tokens, targets, positions, document.clamp(max=len(documents) - 2)
+def numbered_in_the_padding(number):
+    "The padding has the number of a document."
+
+    def pack_row(documents, context):
+        tokens, targets, positions, document = solutions.pack_row(documents, context)
+        mine = torch.where(document == len(documents), number % len(documents), document)
+        return tokens, targets, positions, mine
+
+    return pack_row
 
 
 def zero_as_target(documents, context):
@@ -290,6 +300,36 @@ def same_pools(lengths, batch, pool, generator):
     return [made[k] for k in torch.randperm(len(made), generator=generator).tolist()]
 
 
+def sorted_pools(lengths, batch, pool, generator):
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    for part in (order[k : k + batch * pool] for k in range(0, len(order), batch * pool)):
+        part.sort(key=lengths.__getitem__)
+        yield [part[i : i + batch] for i in range(0, len(part), batch)]
+
+
+def smaller_batch_anywhere(batches, generator):
+    small = min(batches, key=len)
+    rest = [b for b in batches if b is not small]
+    rest.insert(int(torch.randint(len(batches), (), generator=generator)), small)
+    return rest
+
+
+def one_pool_after_another(lengths, batch, pool, generator):
+    made = []
+    for batches in sorted_pools(lengths, batch, pool, generator):
+        made += [batches[k] for k in torch.randperm(len(batches), generator=generator).tolist()]
+    return smaller_batch_anywhere(made, generator)
+
+
+def smaller_batch_last(lengths, batch, pool, generator):
+    return sorted(solutions.grouped_batches(lengths, batch, pool, generator), key=lambda b: len(b) < batch)
+
+
+def by_a_pattern(lengths, batch, pool, generator):
+    made = list(itertools.chain.from_iterable(sorted_pools(lengths, batch, pool, generator)))
+    return smaller_batch_anywhere(made[::2] + made[1::2][::-1], generator)
+
+
 def global_numbers(lengths, batch, pool, generator):
     return solutions.grouped_batches(lengths, batch, pool, None)
 
@@ -304,10 +344,6 @@ def everything_sorted(lengths, batch, pool, generator):
 
 def ties_by_number(lengths, batch, pool, generator):
     return solutions.grouped_batches([n + i / 1e6 for i, n in enumerate(lengths)], batch, pool, generator)
-
-
-def drops_the_last(lengths, batch, pool, generator):
-    return [b for b in solutions.grouped_batches(lengths, batch, pool, generator) if len(b) == batch]
 
 
 # --- feeding.5: balance -----------------------------------------------------------------------
@@ -500,9 +536,14 @@ def _unpickled(path, *rest):
     return solutions.Documents(path)
 
 
-class LastMissing(_Wrong):
-    def __len__(self):
-        return max(0, super().__len__() - 1)
+class KeepsAll(_Wrong):
+    "Documents that were read stay in memory."
+
+    def __getitem__(self, i):
+        self.kept = getattr(self, "kept", {})
+        if i not in self.kept:
+            self.kept[i] = super().__getitem__(i)
+        return self.kept[i].clone()
 
 
 class OneBuffer(_Wrong):
@@ -530,16 +571,18 @@ RIGHT = {
 
 _ROW, _MASK = solutions.pack_row, solutions.document_mask
 MUTANTS = {
-    "feeding.1": [mean_of_wastes, always_one_more, no_multiple, twice_through, share_of_text, one_width],
+    "feeding.1": [mean_of_wastes, always_one_more, totals_as_floats, empties_the_batches,
+                  twice_through, one_width],
     "feeding.2": [next_fit, next_fit_decreasing, drops_long_ones, cuts_long_ones, by_value,
                   lengths_in_rows, without_the_last, one_too_many, says_little],
     "feeding.3": [(plain_targets, _MASK), (running_positions, _MASK), (all_one_document, _MASK),
-                  (padding_joins_the_last, _MASK), (zero_as_target, _MASK), (plain_in_full_rows, _MASK),
+                  (numbered_in_the_padding(0), _MASK),
+                  (numbered_in_the_padding(-1), _MASK), (zero_as_target, _MASK), (plain_in_full_rows, _MASK),
                   (_ROW, sees_the_future), (_ROW, strictly_before), (_ROW, earlier_documents_too),
                   (_ROW, one_row_only), (_ROW, as_numbers)],
     "feeding.4": [in_order_of_length, same_pools, global_numbers, pool_of_documents, everything_sorted,
-                  ties_by_number, drops_the_last],
+                  ties_by_number, one_pool_after_another, smaller_batch_last, by_a_pattern],
     "feeding.5": [same_number, snake, as_they_come, short_ones_first, up_to_the_mean, no_empty_lists],
     "feeding.6": [LoadsAll, Signed, Starts32, Unchecked, OnlyMagic, TooShortOnly, Endless, Pickled,
-                  LastMissing, OneBuffer],
+                  KeepsAll, OneBuffer],
 }  # fmt: skip
