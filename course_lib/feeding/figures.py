@@ -100,6 +100,5 @@ def draw_bars(found, unit):
     ax.set_yticks(range(len(found)), list(found))
     ax.invert_yaxis()
     ax.set(xlabel=unit, xlim=(0, 1.15 * top))
-    if len(parts) > 1:
-        ax.legend(fontsize=8, loc="lower right")
+    ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # above: it hides no value
     return fig
