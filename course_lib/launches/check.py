@@ -40,8 +40,8 @@ def _trace(works):
     kinds = [(random.choice(["cuda_runtime", "cuda_driver"]), random.choice(HANDS + IDLE)) for _ in range(9)]
     kinds += [(random.choice(WORK), random.choice(["LaunchBounds<4>", "gemm"])) for _ in range(works)]
     kinds += [("cpu_op", "aten::Launch"), ("user_annotation", "Memset")]
-    found = [{"ph": "X", "cat": cat, "name": name, "tid": random.randrange(3),
-              "ts": random.randrange(500, 700), "dur": random.randrange(1, 60)} for cat, name in kinds]  # fmt: skip
+    found = [{"ph": "X", "cat": cat, "name": name, "ts": random.randrange(500, 700)} for cat, name in kinds]
+    found = [e | {"tid": random.randrange(3), "dur": random.randrange(1, 60)} for e in found]
     found += [
         {"ph": ph, "cat": cat, "name": HANDS[0], "ts": 10}
         for ph, cat in (("s", "cuda_runtime"), ("i", "kernel"))
@@ -103,8 +103,10 @@ def step(answer):
                 way = f"call {i + 1}" if i < 3 else f"replay {i - 2}"
                 torch.manual_seed(seed + i)
                 loss = _on_gpu(way, made, *static) if i < 3 else (graph.replay(), loss)[1]
-                one = isinstance(loss, torch.Tensor) and not loss.dim()
-                core.require(one, f"{way}: expected a loss without dimensions, got {core.kind(loss)}")
+                one = isinstance(loss, torch.Tensor) and not loss.dim() and not loss.requires_grad
+                core.require(
+                    one, f"{way}: expected a detached loss without dimensions, got {core.kind(loss)}"
+                )
                 torch.manual_seed(seed + i)
                 twin.compare(way, made, net, loss, twin(*batch))
             _goes_back(graph, _state_of(made, net), state, loss)
@@ -208,6 +210,7 @@ def graphed_step(answer):
                     state = _kept(work.state)
                 for got, want in outputs:
                     core.close(got, want, "a result, read after later calls, beside an eager step", 0, 0)
+                _same(examples, kept, "a call changed the examples")
                 work.refuses(graphed, *work.batch(rows))
 
 
@@ -225,6 +228,13 @@ class _Work:
         return [torch.randn(rows, self.width).to("cuda"), torch.randint(self.classes, (rows,)).to("cuda")]
 
     def __call__(self, x, y):
+        with torch.enable_grad():
+            node = self.state[0].view_as(self.state[0]).grad_fn.next_functions[0][0]
+        alive = (
+            "an autograd graph of the state outlives its call, and a real capture fails: detach what you keep"
+        )
+        core.require("seen" not in node.metadata, alive)
+        node.metadata["seen"] = True  # lost with the node when nothing else holds it
         self.streams.append("capture" if self.gpu.capturing is not None else self.gpu.current_stream())
         return self.eager(x, y)
 
@@ -270,7 +280,7 @@ def _untimed():
     return launches.Device(launch=0.0, replay=0.0, kernel=0.0, rate=float("inf"), bus=1.0)
 
 
-def _finish(copies, works, buffers=10**9):
+def _finish(copies, works, buffers):
     "µs until all is done, by recurrence; a copy waits for the work on the buffer that it overwrites."
     copied, worked = [0], [0]
     for i, (copy, work) in enumerate(zip(copies, works, strict=True), 1):
@@ -314,8 +324,11 @@ def prefetch(answer):
         n = (0, 1, 2, *[random.randrange(3, 9)] * 5)[case % 8]
         sizes = [core.ragged(10, 80, 2)] * n if case % 3 else [core.ragged(10, 80, 2) for _ in range(n)]
         works = random.choices([random.randrange(1, 60), random.randrange(300, 700)], k=n)
-        gpu, taken = _untimed(), []
-        what = f"{n} batches of {[4 * sum(p) for p in sizes]} µs of copies, {works} µs of work"
+        gpu, taken, waits = _untimed(), [], case % 5 == 4  # a loop that waits for the GPU after each batch
+        what = (
+            "a loop that waits, " * waits
+            + f"{n} batches of {[4 * sum(p) for p in sizes]} µs of copies, {works} µs of work"
+        )
         with gpu, gpu.stream(gpu.Stream() if case % 2 else gpu.current_stream()):
             host = [tuple(torch.randn(k).pin_memory() for k in pair) for pair in sizes]
             feed = _on_gpu(what, answer, ((taken.append(1), batch)[1] for batch in host), gpu)
@@ -326,15 +339,21 @@ def prefetch(answer):
                 if batch is None:
                     break
                 core.require(i < n, f"{what}: more batches came out than went in")
-                early = f"{what}: {len(taken)} batches were taken before batch {i + 1} was given"
-                core.require(len(taken) <= i + 2, early)
+                core.equal(len(taken), min(n, i + 2), f"{what}: batches taken before batch {i + 1} was given")
                 _used(gpu, batch, host[i], works[i], f"{what}: batch {i + 1}")
                 del batch
+                if waits:
+                    gpu.synchronize()
             core.equal(i, n, f"{what}: batches that came out")
-            core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
+            if not waits:
+                core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
         end = max((s.end for s in gpu.spans), default=0)
         core.close(
-            end, _finish([4 * sum(p) for p in sizes], works), f"{what}: µs until all is done", 1e-6, 1e-3
+            end,
+            _finish([4 * sum(p) for p in sizes], works, 2 if waits else n),
+            f"{what}: µs until all is done",
+            1e-6,
+            1e-3,
         )
 
 

@@ -368,6 +368,7 @@ class Device:
     def read(self, tensors, name):
         "Python waits for values."
         self.wait(self.on.record_event(), name)
+        self.on.seen |= self.seen
         for t in tensors:
             self._after(self.block(t).write, f"use before ready: {name.strip('_')}", "reads", "writes")
 
