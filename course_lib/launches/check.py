@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import weakref
 
 import torch
 from torch import nn
@@ -212,6 +213,12 @@ def graphed_step(answer):
                     core.close(got, want, "a result, read after later calls, beside an eager step", 0, 0)
                 _same(examples, kept, "a call changed the examples")
                 work.refuses(graphed, *work.batch(rows))
+            alive = weakref.ref(work)
+            del work
+            why = (
+                "the object doesn't keep step: a graph keeps no tensor alive, and freed memory is used again"
+            )
+            core.require(alive() is not None, why)
 
 
 class _Work:
@@ -262,8 +269,9 @@ class _Work:
     def refuses(self, graphed, x, y):
         state = _kept(self.state)
         wrong = {"an input of one row, which would broadcast": (x[:1], y), "a float64 input": (x.double(), y),
-                 "a second input of one element": (x, y[:1]), "a second input in int32": (x, y.int()),
-                 "one input instead of two": (x,), "three inputs instead of two": (x, y, y)}  # fmt: skip
+                 "an input with another dimension": (x[None], y), "a second input of one element": (x, y[:1]),
+                 "a second input in int32": (x, y.int()), "one input instead of two": (x,),
+                 "three inputs instead of two": (x, y, y)}  # fmt: skip
         for why, inputs in wrong.items():
             try:
                 graphed(*inputs)
@@ -324,7 +332,12 @@ def prefetch(answer):
         n = (0, 1, 2, *[random.randrange(3, 9)] * 5)[case % 8]
         sizes = [core.ragged(10, 80, 2)] * n if case % 3 else [core.ragged(10, 80, 2) for _ in range(n)]
         works = random.choices([random.randrange(1, 60), random.randrange(300, 700)], k=n)
-        gpu, taken, waits = _untimed(), [], case % 5 == 4  # a loop that waits for the GPU after each batch
+        gpu, taken, given, waits = (
+            _untimed(),
+            [],
+            [],
+            case % 5 == 4,
+        )  # a loop that waits for the GPU after each batch
         what = (
             "a loop that waits, " * waits
             + f"{n} batches of {[4 * sum(p) for p in sizes]} µs of copies, {works} µs of work"
@@ -341,6 +354,9 @@ def prefetch(answer):
                 core.require(i < n, f"{what}: more batches came out than went in")
                 core.equal(len(taken), min(n, i + 2), f"{what}: batches taken before batch {i + 1} was given")
                 _used(gpu, batch, host[i], works[i], f"{what}: batch {i + 1}")
+                held = any(r() is not None for old in given[: max(0, i - 1)] for r in old)
+                core.require(not held, f"{what}: a batch is still held when the second after it is given")
+                given.append([weakref.ref(t) for t in batch])
                 del batch
                 if waits:
                     gpu.synchronize()

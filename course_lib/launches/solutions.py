@@ -51,7 +51,7 @@ class GraphedStep:
     "A step, captured once; a call replays it on new inputs."
 
     def __init__(self, step, examples, state, gpu):
-        self.inputs = [t.clone() for t in examples]
+        self.inputs, self.keep = [t.clone() for t in examples], (step, state)
         kept, random = [t.detach().clone() for t in state], gpu.get_rng_state()
         side = gpu.Stream()
         side.wait_stream(gpu.current_stream())

@@ -217,7 +217,7 @@ class Fields:
     "Right: an event in place of wait_stream, the state put back by lists, one comparison at a time."
 
     def __init__(self, step, examples, state, gpu):
-        random = gpu.get_rng_state()
+        random, self.step = gpu.get_rng_state(), step
         self.static = [torch.empty_like(t).copy_(t) for t in examples]
         before = [t.detach().clone() for t in state]
         side, start = gpu.Stream(), gpu.Event()
@@ -259,10 +259,13 @@ class Swapped(solutions.GraphedStep):
 
 
 def graphed(words, warm=3, side=True, waits=True, clones=True, back=True, random=True, strict="both",
-            copies=True, result=True, detach=True):  # fmt: skip
+            copies=True, result=True, detach=True, keep=True):  # fmt: skip
     class Graphed:
         def __init__(self, step, examples, state, gpu):
-            self.step, self.inputs = step, [t.clone() for t in examples] if clones else list(examples)
+            self.step, self.inputs = (
+                keep and step,
+                [t.clone() for t in examples] if clones else list(examples),
+            )
             kept, rng = [t.detach().clone() if detach else t.clone() for t in state], gpu.get_rng_state()
             main, stream = gpu.current_stream(), gpu.Stream() if side else gpu.current_stream()
             if waits:
@@ -501,6 +504,7 @@ MUTANTS = {
         graphed("captures the examples themselves", clones=False),
         graphed("binds the inputs", copies=False),
         graphed("the output itself", result=False),
+        graphed("keeps nothing alive", keep=False),
         graphed("any shape", strict="no"),
         graphed("any dtype", strict="shape"),
         graphed("looks at the first input", strict="first"),
