@@ -1,5 +1,6 @@
 "Checks of launches. Oracles: time on a grid, torch.optim.Adam, eager calls, schedules by recurrence."
 
+import copy
 import itertools
 import random
 import weakref
@@ -31,9 +32,7 @@ def launch_report(answer):
         core.equal(got[1], len(work), f"{what}: pieces of work")
         busy = {t for e in work for t in range(e["ts"], e["ts"] + e["dur"])}  # whole µs
         want = len(busy) / (max(busy) + 1 - min(busy)) if busy else 0.0
-        core.close(
-            got[2], want, f"{what}: the part of the time in which at least one piece runs", 1e-9, 1e-12
-        )
+        core.close(got[2], want, f"{what}: the part of the time in which work runs", 1e-9, 1e-12)
 
 
 def _trace(works):
@@ -43,10 +42,7 @@ def _trace(works):
     kinds += [("cpu_op", "aten::Launch"), ("user_annotation", "Memset")]
     found = [{"ph": "X", "cat": cat, "name": name, "ts": random.randrange(500, 700)} for cat, name in kinds]
     found = [e | {"tid": random.randrange(3), "dur": random.randrange(1, 60)} for e in found]
-    found += [
-        {"ph": ph, "cat": cat, "name": HANDS[0], "ts": 10}
-        for ph, cat in (("s", "cuda_runtime"), ("i", "kernel"))
-    ]
+    found += [{"ph": "i", "cat": cat, "name": HANDS[0], "ts": 10} for cat in ("cuda_runtime", "kernel")]
     return random.sample(found, len(found))
 
 
@@ -80,19 +76,14 @@ def step(answer):
     core.need_callable(answer, "a class")
     for case in range(4):
         width, hidden, rows, classes = core.ragged(3, 12, 4)
-        nets = [
-            nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes)).double()
-            for _ in "ab"
-        ]
-        nets[1].load_state_dict(nets[0].state_dict())
+        net = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes)).double()
         rate, size, seed = random.uniform(0.001, 0.02), (0.02, 9.0)[case % 2], random.randrange(10**6)
-        twin = _Twin(nets[1], rate)
+        twin = _Twin(copy.deepcopy(net), rate)
         with launches.Device() as gpu:
-            net = nets[0].to("cuda")
+            net = net.to("cuda")
             made = _on_gpu("making a Step", answer, net, rate)
             state, graph = _state_of(made, net), gpu.CUDAGraph()
-            static = [torch.zeros(rows, width, dtype=torch.float64), torch.zeros(rows, dtype=torch.long)]
-            static = [t.to("cuda") for t in static]
+            static = torch.zeros(rows, width).double().to("cuda"), torch.zeros(rows).long().to("cuda")
             for i in range(8):  # three calls, then a capture and five replays
                 if i == 3:
                     loss = _captured(gpu, graph, made, static)
@@ -106,7 +97,7 @@ def step(answer):
                 loss = _on_gpu(way, made, *static) if i < 3 else (graph.replay(), loss)[1]
                 one = isinstance(loss, torch.Tensor) and not loss.dim() and not loss.requires_grad
                 core.require(
-                    one, f"{way}: expected a detached loss without dimensions, got {core.kind(loss)}"
+                    one, f"{way}: expected a detached loss without dimensions, not {core.kind(loss)}"
                 )
                 torch.manual_seed(seed + i)
                 twin.compare(way, made, net, loss, twin(*batch))
@@ -136,9 +127,8 @@ class _Twin:
         core.close(made.average.item(), self.average, f"{way}: step.average", 1e-4, 1e-5)
         core.close(made.t.item(), self.steps, f"{way}: step.t")
         for (name, p), q in zip(net.named_parameters(), self.net.parameters(), strict=True):
-            core.close(
-                p.to("cpu"), q, f"{way}: {name}, beside PyTorch's clipping and Adam", 1e-4, 1e-3 * self.rate
-            )
+            what = f"{way}: {name}, beside PyTorch's clipping and Adam"
+            core.close(p.to("cpu"), q, what, 1e-4, 1e-3 * self.rate)
 
 
 def _captured(gpu, graph, made, static):
@@ -153,9 +143,7 @@ def _state_of(made, net):
     for name in ("lr", "t", "average"):
         t = getattr(made, name, None)
         fine = isinstance(t, torch.Tensor) and not t.dim() and t.is_cuda
-        core.require(
-            fine, f"step.{name}: expected a tensor without dimensions on the GPU, got {core.kind(t)}"
-        )
+        core.require(fine, f"step.{name}: expected a number's tensor on the GPU, got {core.kind(t)}")
     state = _on_gpu("state()", made.state)
     tensors = isinstance(state, list | tuple) and all(isinstance(t, torch.Tensor) for t in state)
     core.require(tensors, f"state(): expected a list of tensors, got {core.kind(state)}")
@@ -198,9 +186,7 @@ def graphed_step(answer):
                     given = _kept(inputs)
                     got = _on_gpu("a call", graphed, *inputs)
                     _same(inputs, given, "a call changed its inputs")
-                    core.equal(
-                        len(work.streams), 4, "calls of step after a call of the graph, which runs no Python"
-                    )
+                    core.equal(len(work.streams), 4, "calls of step after a replay, which runs no Python")
                     after, random_after = _kept(work.state), torch.get_rng_state()
                     _put_back(work.state, state)
                     torch.set_rng_state(random_state)
@@ -215,10 +201,7 @@ def graphed_step(answer):
                 work.refuses(graphed, *work.batch(rows))
             alive = weakref.ref(work)
             del work
-            why = (
-                "the object doesn't keep step: a graph keeps no tensor alive, and freed memory is used again"
-            )
-            core.require(alive() is not None, why)
+            core.require(alive() is not None, "the object doesn't keep step: a graph keeps no tensor alive")
 
 
 class _Work:
@@ -226,10 +209,7 @@ class _Work:
 
     def __init__(self, gpu, width, classes):
         self.gpu, self.width, self.classes, self.streams = gpu, width, classes, []
-        self.state = [
-            torch.randn(width, classes).to("cuda").requires_grad_(),
-            torch.randn(width, classes).to("cuda"),
-        ]
+        self.state = [torch.randn(width, classes).to("cuda").requires_grad_(needs) for needs in (True, False)]
 
     def batch(self, rows):
         return [torch.randn(rows, self.width).to("cuda"), torch.randint(self.classes, (rows,)).to("cuda")]
@@ -237,10 +217,8 @@ class _Work:
     def __call__(self, x, y):
         with torch.enable_grad():
             node = self.state[0].view_as(self.state[0]).grad_fn.next_functions[0][0]
-        alive = (
-            "an autograd graph of the state outlives its call, and a real capture fails: detach what you keep"
-        )
-        core.require("seen" not in node.metadata, alive)
+        why = "an autograd graph of the state outlives its call; a real capture fails then: detach it"
+        core.require("seen" not in node.metadata, why)
         node.metadata["seen"] = True  # lost with the node when nothing else holds it
         self.streams.append("capture" if self.gpu.capturing is not None else self.gpu.current_stream())
         return self.eager(x, y)
@@ -257,12 +235,8 @@ class _Work:
     def was_made(self, random_state):
         warm = [s for s in self.streams if s != "capture"]
         core.equal(len(warm), 3, "making it: warm-up calls of step outside the capture")
-        core.require(
-            self.streams[3:] == ["capture"], "making it: one capture of step should follow the warm-up"
-        )
-        core.require(
-            self.gpu.current_stream() not in warm, "the warm-up ran on the current stream: make another one"
-        )
+        core.require(self.streams[3:] == ["capture"], "making it: expected one capture after the warm-up")
+        core.require(self.gpu.current_stream() not in warm, "the warm-up ran on the current stream")
         kept = torch.equal(torch.get_rng_state(), random_state)
         core.require(kept, "after it was made, the random generator is in another state")
 
@@ -291,8 +265,8 @@ def _untimed():
 def _finish(copies, works, buffers):
     "µs until all is done, by recurrence; a copy waits for the work on the buffer that it overwrites."
     copied, worked = [0], [0]
-    for i, (copy, work) in enumerate(zip(copies, works, strict=True), 1):
-        copied.append(max(copied[-1], worked[max(0, i - buffers)]) + copy)
+    for i, (us, work) in enumerate(zip(copies, works, strict=True), 1):
+        copied.append(max(copied[-1], worked[max(0, i - buffers)]) + us)
         worked.append(max(worked[-1], copied[-1]) + work)
     return worked[-1]
 
@@ -323,25 +297,16 @@ def score_all(answer):
         core.close(end, _finish([4 * size] * n, works, 2), f"{what}: µs until all is done", 1e-6, 1e-3)
 
 
-@core.exercise(
-    "launches.5", "in order, no use before ready, no reuse before done, and copies hidden in 24 loops"
-)
+@core.exercise("launches.5", "no use before ready, no reuse before done, and copies hidden in 24 loops")
 def prefetch(answer):
     core.need_callable(answer)
     for case in range(24):
         n = (0, 1, 2, *[random.randrange(3, 9)] * 5)[case % 8]
         sizes = [core.ragged(10, 80, 2)] * n if case % 3 else [core.ragged(10, 80, 2) for _ in range(n)]
         works = random.choices([random.randrange(1, 60), random.randrange(300, 700)], k=n)
-        gpu, taken, given, waits = (
-            _untimed(),
-            [],
-            [],
-            case % 5 == 4,
-        )  # a loop that waits for the GPU after each batch
-        what = (
-            "a loop that waits, " * waits
-            + f"{n} batches of {[4 * sum(p) for p in sizes]} µs of copies, {works} µs of work"
-        )
+        gpu, taken, given, waits = _untimed(), [], [], case % 5 == 4  # waits: for the GPU, after each batch
+        copies = [4 * sum(pair) for pair in sizes]
+        what = "a loop that waits, " * waits + f"{n} batches of {copies} µs of copies, {works} µs of work"
         with gpu, gpu.stream(gpu.Stream() if case % 2 else gpu.current_stream()):
             host = [tuple(torch.randn(k).pin_memory() for k in pair) for pair in sizes]
             feed = _on_gpu(what, answer, ((taken.append(1), batch)[1] for batch in host), gpu)
@@ -365,11 +330,7 @@ def prefetch(answer):
                 core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
         end = max((s.end for s in gpu.spans), default=0)
         core.close(
-            end,
-            _finish([4 * sum(p) for p in sizes], works, 2 if waits else n),
-            f"{what}: µs until all is done",
-            1e-6,
-            1e-3,
+            end, _finish(copies, works, 2 if waits else n), f"{what}: µs until all is done", 1e-6, 1e-3
         )
 
 

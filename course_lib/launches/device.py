@@ -125,13 +125,8 @@ class Device:
     """
 
     def __init__(self, launch=8.0, replay=10.0, kernel=2.0, rate=4e6, bus=5e4):
-        self.launch_us, self.replay_us, self.kernel_us, self.rate, self.bus = (
-            launch,
-            replay,
-            kernel,
-            rate,
-            bus,
-        )
+        self.launch_us, self.replay_us, self.kernel_us = launch, replay, kernel
+        self.rate, self.bus = rate, bus
         self.now, self.seen, self.spans = 0.0, Counter(), []  # Python's clock, and what it knows to be done
         self.blocks, self.freed, self.engines = {}, [], {"kernel": [], "copy": [], "back": []}
         self.streams, self.capturing = [Stream(self, "default stream", 0)], None
@@ -236,9 +231,8 @@ class Device:
             block.write, block.reads = mark, {}
         start = self._fit(self.engines[engine], max(self.now, self.on.free), us, share)
         self.on.free = start + us
-        self.spans.append(
-            Span(self.on.name, "kernel" if engine == "kernel" else "copy", name, start, start + us)
-        )
+        kind = "kernel" if engine == "kernel" else "copy"
+        self.spans.append(Span(self.on.name, kind, name, start, start + us))
 
     def _after(self, other, name, does, did):
         if other is not None and self.on.seen[other[0]] < other[1]:
@@ -300,11 +294,8 @@ class Device:
 
     def run(self, func, args, kwargs):
         "What the dispatch mode sees: an operator on the host or the device, or a copy between them."
-        given, name, free = (
-            operators.arguments(func, args, kwargs),
-            operators.name(func),
-            operators.is_free(func),
-        )
+        given, free = operators.arguments(func, args, kwargs), operators.is_free(func)
+        name = operators.name(func)
         found = operators.tensors(list(given.values()))
         here = [t for t in found if self.on_device(t)]
         if name == "copy" and len(here) == 1:
