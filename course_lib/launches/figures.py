@@ -34,14 +34,16 @@ def draw_timeline(timelines):
     lanes = {
         title: list(dict.fromkeys(["Python", *(s.lane for s in spans)])) for title, spans in timelines.items()
     }
+    last = max(s.end for spans in timelines.values() for s in spans)
     heights = [0.55 + 0.28 * len(rows) for rows in lanes.values()]
     fig, axes = show.axes(len(timelines), figsize=(7.4, 0.7 + sum(heights)), squeeze=False, sharex=True,
                           height_ratios=heights)  # fmt: skip
     for ax, (title, spans) in zip(axes[:, 0], timelines.items(), strict=True):
         for kind, (label, colour) in KINDS.items():
             mine = [s for s in spans if s.kind == kind]
+            edges = [0.5 if s.end - s.start > 0.008 * last else 0 for s in mine]  # would hide a thin bar
             ax.barh([lanes[title].index(s.lane) for s in mine], [s.end - s.start for s in mine], height=0.75,
-                    left=[s.start for s in mine], color=show.COLOURS[colour], edgecolor="white", lw=0.5,
+                    left=[s.start for s in mine], color=show.COLOURS[colour], edgecolor="white", lw=edges,
                     label=label if mine else None)  # fmt: skip
         ax.set_title(f"{title}: {max(s.end for s in spans):,.0f} µs", fontsize=10)
         ax.set_yticks(range(len(lanes[title])), lanes[title])
