@@ -143,7 +143,9 @@ def _state_of(made, net):
     for name in ("lr", "t", "average"):
         t = getattr(made, name, None)
         fine = isinstance(t, torch.Tensor) and not t.dim() and t.is_cuda
-        core.require(fine, f"step.{name}: expected a number's tensor on the GPU, got {core.kind(t)}")
+        core.require(
+            fine, f"step.{name}: expected a tensor without dimensions, on the GPU, not {core.kind(t)}"
+        )
     state = _on_gpu("state()", made.state)
     tensors = isinstance(state, list | tuple) and all(isinstance(t, torch.Tensor) for t in state)
     core.require(tensors, f"state(): expected a list of tensors, got {core.kind(state)}")

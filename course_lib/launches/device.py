@@ -236,7 +236,8 @@ class Device:
 
     def _after(self, other, name, does, did):
         if other is not None and self.on.seen[other[0]] < other[1]:
-            memory = f"{does} a tensor that {other[2]} on {other[0]} {did}"
+            what = "a tensor" if does == "reads" else "memory"  # which another tensor may have had before
+            memory = f"{does} {what} that {other[2]} on {other[0]} {did}"
             raise Race(f"{name} on {self.on.name} {memory}, and no event puts one after the other")
 
     def _fit(self, busy, start, us, share):
