@@ -1,11 +1,15 @@
 # make lab      the environment, your copies of the lessons, JupyterLab
+# make book     the worked lessons as a site to read, in build/book
 # make test     the environment, and everything that CI runs
 # make venv     the environment alone, in .venv (also inside an active conda or virtual environment)
-# Variables: PYTHON (what .venv is made from), LESSON, PORT, NO_BROWSER, WORK, COMMIT; RUN is a Python to use
+# Variables: PYTHON (what .venv is made from), LESSON, PORT, NO_BROWSER, WORK, OUT, COMMIT; RUN is a Python to use
 # in place of .venv, on a host that has the packages: make test-gpu RUN=python3
+# Without a network (cluster/README.md): make wheelhouse TORCH=cuda here, then make lab WHEELS=.whl there.
 
 PYTHON ?= python3
 HOST_PYTHON ?= 3.12
+TORCH ?= none
+TORCH_INDEX ?=
 RUN ?=
 STAMP := .venv/.installed
 PY := $(or $(RUN),.venv/bin/python)
@@ -14,12 +18,20 @@ ENV := $(if $(RUN),,$(STAMP))
 # Kernels start in the notebook's folder: there, an uninstalled project is found by its path alone.
 export PYTHONPATH := $(if $(RUN),$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)),$(PYTHONPATH))
 
+ifneq ($(WHEELS),)
+ifeq ($(wildcard $(WHEELS)/*.whl),)
+$(error $(WHEELS) holds no wheels: make wheelhouse TORCH=cuda, where there is a network, fills .whl)
+endif
+export PIP_NO_INDEX := 1
+export PIP_FIND_LINKS := $(abspath $(WHEELS))
+endif
+
 # An environment holds absolute paths, so one that was moved is installed again.
 ifneq ("$(shell cat $(STAMP) 2>/dev/null)","$(CURDIR)")
 $(STAMP): moved
 endif
 
-.PHONY: lab test lessons record venv wheelhouse test-gpu lint clean moved
+.PHONY: lab test lessons book record venv wheelhouse test-wheelhouse test-gpu lint clean moved
 .DEFAULT_GOAL := lab
 
 lab: $(ENV)
@@ -37,17 +49,28 @@ lint: $(ENV)
 lessons: $(ENV)
 	$(COURSE) build
 
+book: $(ENV)
+	@$(COURSE) book $(if $(OUT),--out "$(OUT)")
+
 record: $(ENV)
 	$(COURSE) record $(LESSON) $(if $(COMMIT),--commit $(COMMIT))
 
 test-gpu: $(ENV)
 	$(PY) -m pytest -m gpu tests
 
-# Wheels for a GPU host without a network; wheels.txt says how it installs them.
+# Wheels into .whl for a Linux host without a network. TORCH says which PyTorch is among them: cuda is PyPI's,
+# cpu comes from the index TORCH_INDEX, and none is for a host that has PyTorch, as wheels.txt says. cuda and
+# cpu hold everything that `make venv WHEELS=.whl` installs there, with the same Python as here.
 wheelhouse: $(ENV)
-	$(PY) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(HOST_PYTHON) \
-	    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
-	    --dest .whl --requirement course_lib/authoring/wheels.txt
+	@cluster/wheelhouse.sh "$(PY)" "$(TORCH)" "$(TORCH_INDEX)" "$(HOST_PYTHON)"
+
+# A copy of this clone, installed from .whl as on that host, executes a lesson.
+test-wheelhouse:
+	rm -rf build/offline && mkdir -p build/offline
+	git ls-files -z | xargs -0 cp --parents --target-directory build/offline
+	PIP_CONFIG_FILE=/dev/null $(MAKE) -C build/offline venv WHEELS=$(CURDIR)/.whl
+	build/offline/.venv/bin/course run $(or $(LESSON),schedules)
+	rm -rf build/offline
 
 venv: $(STAMP)
 

@@ -8,8 +8,8 @@
 
 A function comes from a module or from a cell. What it takes and returns is pickled (cloudpickle); tensors
 come back on the CPU, without their graph. What the ranks print is shown after the call. Rank r is seeded with
-r. With Gloo a rank sees no GPU. When a rank raises, dies or hangs, or the cell is interrupted, all ranks of
-the group are ended, and the next call starts new ones. Linux and macOS.
+r. With Gloo a rank sees no GPU, unless `device="cuda"` says so. When a rank raises, dies or hangs, or the
+cell is interrupted, all ranks of the group are ended, and the next call starts new ones. Linux and macOS.
 """
 
 import atexit
@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map_only
 from course_lib import machine, ram
 
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo")  # imported once, by the fork server
-PER_RANK = {"gloo": 300e6, "nccl": 1.5e9}  # bytes that a rank may come to hold, a small model included
+PER_RANK = {"cpu": 300e6, "cuda": 1.5e9}  # bytes that a rank may come to hold, a small model included
 GRACE = 1.0  # seconds that the other ranks have after one failed
 KEEP = 1 << 20  # bytes kept of what a rank prints in one call
 LOST = "lost its connection to another rank"
@@ -76,18 +76,22 @@ def run(n, fn, *args, backend=None, timeout=60.0, **kwargs):
 class Group(contextlib.AbstractContextManager):
     """`n` ranks that stay until `stop`, or to the end of `with ranks.Group(4) as group:`.
 
-    `backend` is "gloo" or "nccl", by default NCCL where there is a GPU for each rank. A call may take
-    `timeout` seconds. `preload` names modules that the first group of a notebook imports once for all ranks.
+    `backend` is "gloo" or "nccl", by default NCCL where there is a GPU for each rank. With `device="cuda"`
+    ranks on Gloo use GPUs too, and share them where there are too few. A call may take `timeout` seconds.
+    `preload` names modules that the first group of a notebook imports once for all ranks.
     Raises ValueError where there are too few GPUs or too little memory.
     """
 
-    def __init__(self, n, backend=None, timeout=60.0, preload=()):
+    def __init__(self, n, backend=None, timeout=60.0, preload=(), device=None):
         gpus = torch.cuda.device_count()
         if backend == "nccl" and gpus < n:
             raise ValueError(f"NCCL needs a GPU for each of {n} ranks and found {gpus}: say backend='gloo'")
         self.world, self.timeout, self._preload = n, timeout, [*PRELOAD, *preload]
         self.backend = backend or ("nccl" if gpus >= n else "gloo")
-        self.place = "a GPU each (NCCL)" if self.backend == "nccl" else "the CPU (Gloo)"
+        self.device = "cuda" if self.backend == "nccl" else device or "cpu"
+        shared = "a GPU each" if gpus >= n else "one GPU" if gpus == 1 else f"{gpus} GPUs"
+        where = shared if self.device == "cuda" else "the CPU"
+        self.place = f"{where} ({'NCCL' if self.backend == 'nccl' else 'Gloo'})"
         self._start()
 
     def run(self, fn, *args, **kwargs):
@@ -111,7 +115,7 @@ class Group(contextlib.AbstractContextManager):
         self.stop()
 
     def _start(self):
-        need, free = self.world * PER_RANK[self.backend], ram.available()
+        need, free = self.world * PER_RANK[self.device], ram.available()
         if need > free:
             found = f"{free / 1e9:.1f} GB are free: start {self.world * free // need:.0f} at most"
             raise ValueError(f"{self.world} ranks may need {need / 1e9:.1f} GB of memory, and {found}")
@@ -123,12 +127,12 @@ class Group(contextlib.AbstractContextManager):
         atexit.register(self._end)  # before multiprocessing's own, which waits for its children
         env = ENVIRONMENT | dict(os.environ)
         env |= {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world)}
-        if self.backend == "gloo":
+        if self.device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
         method = multiprocessing.get_start_method(allow_none=True)
         # PyTorch's own limit is longer than ours, which knows where the ranks are.
         limit = datetime.timedelta(seconds=max(60, self.timeout + 5))
-        given = self._folder, os.getcwd(), env, method, self.world, self.backend, limit
+        given = self._folder, os.getcwd(), env, method, self.world, self.backend, self.device, limit
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # no CUDA before a fork
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
@@ -314,16 +318,16 @@ def _serve(link, out, rank, folder, cwd, env, method, *group):
     os._exit(0)
 
 
-def _join(folder, rank, world, backend, limit):
+def _join(folder, rank, world, backend, device, limit):
     "Set this rank's device, threads and seeds, and initialise the process group."
     torch.set_num_threads(max(1, machine.cores() // world))
     numpy.random.seed(rank)
     torch.manual_seed(rank)
-    device = torch.device("cuda", rank) if backend == "nccl" else None
-    if device:
-        torch.cuda.set_device(device)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    bound = torch.device("cuda", rank) if backend == "nccl" else None
     where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
-    dist.init_process_group(backend, timeout=limit, device_id=device, **where)
+    dist.init_process_group(backend, timeout=limit, device_id=bound, **where)
 
 
 def _do(folder):

@@ -136,6 +136,7 @@ def test_output_that_is_not_utf8(built):
         (["run", "nine"], 1, "there is no lesson 'nine'"),
         (["run"], 1, "name a lesson, or use --all"),
         (["lab", "--port", "0"], 1, "port 0 can't be used"),
+        (["lab", "--ip", "no.where.invalid"], 1, "--ip no.where.invalid is no address of this machine"),
     ],
 )
 def test_a_call_that_makes_no_sense(said, words, status, sentence):

@@ -1,5 +1,6 @@
 "What every lesson must hold to: its files, stored outputs, numbers, exercises, checks and wrong answers."
 
+import base64
 import functools
 import importlib
 import importlib.util
@@ -99,6 +100,19 @@ def test_the_lessons_that_it_speaks_of_exist(stem):
 def test_numbers_in_the_readme():
     text = (notebook.ROOT / "README.md").read_text(encoding="utf-8")
     assert prose.tag_problems(text, {f["name"]: f for f in recorded.figures()}) == []
+    assert prose.untagged(text) == []
+
+
+def test_the_readme_has_a_line_for_what_each_lesson_finds():
+    text = (notebook.ROOT / "README.md").read_text(encoding="utf-8")
+    titles = [worked(s)["metadata"]["course"]["title"] for s in STEMS if not notebook.is_draft(worked(s))]
+    assert re.findall(r"^- \*\*(.+?)\.\*\*", text.split("\n## ")[1], re.MULTILINE) == titles
+
+
+def test_the_readmes_picture_is_the_recorded_one():
+    picture = base64.b64encode((notebook.ROOT / ".github/where-the-time-goes.png").read_bytes()).decode()
+    cell = next(c for c in worked("06_roofline")["cells"] if c["id"] == "encoder-modes")
+    assert picture in [o.get("data", {}).get("image/png", "").strip() for o in cell["outputs"]]
 
 
 @pytest.mark.notebooks

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from small_course import REPOSITORY as ROOT
 
+from course_lib.authoring import cli
+
 
 def test_pyproject_is_the_only_list_of_packages():
     yaml = pytest.importorskip("yaml")
@@ -49,6 +51,10 @@ def test_configuration_files_parse():
     assert {"course build --check", "ruff check"} <= {h.get("entry") for r in hooks for h in r["hooks"]}
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     assert {"run": "make test"} in workflow["jobs"]["test"]["steps"]
+    *_, executes, keeps = workflow["jobs"]["lessons"]["steps"]
+    words = executes["run"].removeprefix(".venv/bin/course ").split()
+    report = cli.parser().parse_args(words).junit  # a word that `course run` does not know ends the test
+    assert keeps["if"] == "always()" and keeps["with"]["path"] == str(report)
     assert subprocess.run(["bash", "-n", ROOT / ".ci/run"]).returncode == 0
     assert "exec make test" in (ROOT / ".ci/run").read_text()
 

@@ -49,7 +49,7 @@ def children(pid):
     return [p.pid for p in psutil.Process(pid).children(recursive=True)]
 
 
-def gone(pids, seconds=8.0):
+def gone(pids, seconds=20.0):
     "Wait until none of these processes runs; one that nobody reaped counts as gone."
 
     def runs(pid):

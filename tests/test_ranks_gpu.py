@@ -36,6 +36,16 @@ def test_more_ranks_than_gpus():
         ranks.Group(n, backend="nccl")
 
 
+def test_more_ranks_than_gpus_share_them():
+    n = torch.cuda.device_count() + 1
+    with ranks.Group(n, device="cuda") as group:
+        assert group.backend == "gloo" and group.place.endswith("(Gloo)")
+        found = group.run(device_and_sum)
+    assert [(b, i, x.tolist()) for b, i, x in found] == [
+        ("gloo", r % (n - 1), [n * (n + 1) / 2] * 3) for r in range(n)
+    ]
+
+
 @pytest.fixture(scope="module")
 def pair():
     with ranks.Group(2, timeout=10) as group:

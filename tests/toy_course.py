@@ -10,6 +10,9 @@ import small_course
 from small_course import code, markdown
 
 CHECKS = """\
+import contextlib
+
+
 class Wrong(AssertionError):
     def _render_traceback_(self):
         return [str(self)]
@@ -26,8 +29,18 @@ def _check(number, factor):
         if got != 7 * factor:
             raise Wrong(f"{number} not passed: expected {7 * factor}, got {got}")
         print(f"{number} passed: right")
+        _passed[number] = f
 
     return check
+
+
+_passed = vars(contextlib).setdefault("toy", {})  # outlives this module
+
+
+def yours(number):
+    if number not in _passed:
+        print(f"{number} is not passed here: the course's own solution is used in its place")
+    return _passed.get(number, lambda x: 2 * x)
 
 
 double, triple, quadruple = (_check(f"toy.{i}", i + 1) for i in range(1, 4))

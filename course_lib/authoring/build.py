@@ -8,7 +8,7 @@ import ast
 import re
 import sys
 
-from course_lib.authoring import notebook, rules, stamps
+from course_lib.authoring import notebook, prose, rules, stamps
 from course_lib.authoring.notebook import CourseError
 
 
@@ -66,10 +66,11 @@ def solutions(nb, stem):
 
 
 def readme(lessons):
-    "README.md's text with its map of `lessons` ({stem: worked notebook}) made anew: a table for each part."
-    parts = {}
+    "README.md's text with its map of `lessons` ({stem: worked notebook}) and its tagged numbers made anew."
+    parts, figures = {}, {}
     for stem, nb in lessons.items():
         c = nb["metadata"]["course"]
+        figures |= notebook.stamp(nb).get("figures", {})
         row = stem[:2], f"[{c['title']}](lessons/{stem}.ipynb)", c["minutes"], c["needs"]
         parts.setdefault(c["part"], []).append([*row, len(notebook.exercises(nb))])
     head = "|  | lesson | minutes | needs | exercises |\n| --- | --- | --: | --- | --: |\n"
@@ -81,7 +82,7 @@ def readme(lessons):
     found = re.fullmatch(r"(.*<!-- lessons -->).*(<!-- /lessons -->.*)", text, re.DOTALL)
     if not found:
         raise CourseError("README.md must hold `<!-- lessons -->` and `<!-- /lessons -->` after it")
-    return f"{found[1]}\n\n{body}\n{found[2]}"
+    return prose.renewed(f"{found[1]}\n\n{body}\n{found[2]}", figures)
 
 
 def derived():

@@ -65,6 +65,7 @@ class Step:
     checks: str = ""
     answers: str = ""
     always: bool = False  # every check needs it
+    altered: bool = False  # the learner's check cell is not the lesson's, which `source` is
     trouble: str = ""  # what went wrong when it ran
 
     def __post_init__(self):
@@ -85,14 +86,13 @@ def judge(lesson, mine, topic, chosen, args):
 
     Cells see the files of `args.work`, where the learner's notebook is.
     """
-    steps, fresh, again = _steps(lesson, mine), FRESH.format(topic=topic), notebook.AGAIN.format(topic)
+    steps, fresh, again = steps_of(lesson, mine), FRESH.format(topic=topic), notebook.AGAIN.format(topic)
     checks = [i for i, s in enumerate(steps) if s.checks in chosen]
-    needs = {i: _needs(steps, i) for i in checks}
+    needs = {i: needed(steps, i) for i in checks}
     verdicts, missing = {}, f"its check cell is missing; {again}"
-    limit = min(0.6 * ram.total(), 0.9 * ram.available())  # with more, the system may kill something else
     with (
         tempfile.TemporaryDirectory(prefix="course-check-", ignore_cleanup_errors=True) as scratch,
-        kernel.Session(scratch, args.timeout, limit) as session,
+        kernel.Session(scratch, args.timeout, memory(args)) as session,
     ):
         for path in args.work.iterdir():  # links: a stray `!rm *` removes these
             if path.suffix != ".ipynb" and not path.name.startswith("."):
@@ -113,10 +113,20 @@ def judge(lesson, mine, topic, chosen, args):
     return {name: verdicts.get(name, missing) for name in chosen}
 
 
-def _needs(steps, check):
+def memory(args):
+    "Bytes for a kernel, of `args.jobs` side by side: with more, the system may kill something else."
+    return min(0.6 * ram.total(), 0.9 * ram.available()) / getattr(args, "jobs", 1)
+
+
+def altered(lesson, mine):
+    "The exercises whose check cells in the notebook `mine` are not the lesson's."
+    return sorted({s.checks for s in steps_of(lesson, mine) if s.altered})
+
+
+def needed(steps, check):
     "The steps before `check` that it needs: the answer's, and those that bind the names which are read."
     found, todo = set(), [check]
-    todo += [i for i in range(check) if steps[i].always or steps[i].answers == steps[check].checks]
+    todo += [i for i in range(check) if steps[i].always or "" != steps[i].answers == steps[check].checks]
     while todo:
         i = todo.pop()
         if i not in found:
@@ -147,7 +157,7 @@ def _verdict(steps, i, needs, ran):
     return f"{ran.error}; {troubles[-1] if troubles else 'no cell above its check defines it'}"
 
 
-def _steps(lesson, mine):
+def steps_of(lesson, mine):
     "The learner's code cells in their order, with the check cells as the lesson has them."
     known = {c["id"]: c for c in lesson["cells"]}
     exercises = notebook.exercises(lesson)
@@ -170,7 +180,9 @@ def _steps(lesson, mine):
         title = title.get("title") if isinstance(title, dict) else None
         checked = by_title.get(title) if isinstance(title, str) else by_cell.get(name)
         if checked:
-            steps.append(Step(checked["cell"], notebook.source(known[checked["cell"]]), checked["id"]))
+            ours = notebook.source(known[checked["cell"]])
+            changed = text.split() != ours.split()
+            steps.append(Step(checked["cell"], ours, checked["id"], altered=changed))
         elif cell["cell_type"] == "code":
             shown = name if name in known else (text.strip().splitlines() or [""])[0][:40]
             steps.append(Step(shown, text, answers=answers.get(name, "")))

@@ -12,12 +12,15 @@ COMMANDS = {
     "list": ("catalogue", "list_cmd", "the lessons, their exercises, your progress"),
     "doctor": ("catalogue", "doctor_cmd", "what this machine is, how fast it is, what it can do"),
     "lab": ("lab", "lab_cmd", "open JupyterLab on your copies of the lessons"),
-    "run": ("record", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
+    "run": ("run", "run_cmd", "execute worked lessons here; their figures beside the recorded ones"),
     "check": ("check", "check_cmd", "execute a copy of your notebook and judge its exercises"),
+    "grade": ("grade", "grade_cmd", "for teachers: judge the notebooks of a class"),
+    "plan": ("plan", "plan_cmd", "for teachers: the lessons in one, three and five days"),
     "reset": ("lab", "reset_cmd", "a fresh copy of a lesson; yours is kept under its date"),
-    "build": ("build", "build_cmd", "for authors: make lessons/ and README's map from nbs/"),
+    "build": ("build", "build_cmd", "for authors: make lessons/, README's map and its numbers from nbs/"),
     "record": ("record", "record_cmd", "for authors: execute lessons and store outputs and figures"),
     "figures": ("catalogue", "figures_cmd", "every recorded figure"),
+    "book": ("book", "book_cmd", "the worked lessons as a site to read: no network, no server"),
 }
 LESSON = {"metavar": "LESSON", "help": "06, roofline or 06_roofline"}
 
@@ -32,11 +35,34 @@ def parser():
     add["lab"].add_argument("lesson", nargs="?", **LESSON)
     add["lab"].add_argument("--no-browser", help="print the address (or NO_BROWSER=1)", **yes)
     add["lab"].add_argument("--port", type=int, default=8888, metavar="N", help="default: 8888")
+    add["lab"].add_argument("--ip", default="localhost", help="0.0.0.0 for all networks; default: localhost")
     add["run"].add_argument("lessons", nargs="*", **LESSON)
     add["run"].add_argument("--all", help="every lesson", **yes)
+    suits = "those that run without a GPU (cpu), have cells for one (gpu) or measure on several (gpus)"
+    add["run"].add_argument("--needs", choices=("cpu", "gpu", "gpus"), help=suits)
+    add["run"].add_argument("--jobs", type=int, default=1, metavar="N", help="lessons at a time; default: 1")
+    add["run"].add_argument("--timeout", type=float, metavar="S", help="seconds a cell; default: no limit")
+    add["run"].add_argument("--junit", type=Path, metavar="FILE", help="a report for CI: each cell a test")
     add["check"].add_argument("lessons", nargs="+", **LESSON)
     add["check"].add_argument("--exercise", metavar="N", help="judge this one alone: 3 or roofline.3")
     add["check"].add_argument("--timeout", type=float, default=120, metavar="S", help="seconds a cell")
+    add["grade"].add_argument(
+        "folder", type=Path, metavar="DIR", help="ana.ipynb … or ana/01_descent.ipynb …"
+    )
+    add["grade"].add_argument("lessons", nargs="*", **LESSON)
+    add["grade"].add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
+    add["grade"].add_argument(
+        "--jobs", type=int, metavar="N", help="side by side; default: as this machine can"
+    )
+    add["grade"].add_argument(
+        "--timeout", type=float, default=60, metavar="S", help="seconds a cell; default: 60"
+    )
+    add["grade"].add_argument("--figures", help="on a GPU: also what the learners' own code reached", **yes)
+    add["plan"].add_argument("lessons", nargs="*", **LESSON)
+    add["plan"].add_argument(
+        "--days", type=int, nargs="+", default=[1, 3, 5], metavar="D", help="default: 1 3 5"
+    )
+    add["plan"].add_argument("--hours", type=float, default=6, metavar="H", help="hours a day; default: 6")
     add["reset"].add_argument("lesson", **LESSON)
     copies = {"type": Path, "default": notebook.WORK, "metavar": "DIR", "help": "your copies; default: work/"}
     for name in ("list", "lab", "check", "reset"):
@@ -49,6 +75,8 @@ def parser():
     add["record"].add_argument("--out", type=Path, metavar="DIR", help="write the notebooks there")
     add["record"].add_argument("--commit", metavar="C", help="the commit, on a host without .git")
     add["record"].add_argument("--dirty", help="course_lib has uncommitted changes", **yes)
+    site = notebook.ROOT / "build" / "book"
+    add["book"].add_argument("--out", type=Path, default=site, metavar="DIR", help="default: build/book")
     return top
 
 

@@ -49,20 +49,26 @@ def lab_cmd(args):
     if line := warning(work, path):
         print(line, file=sys.stderr)
     with socket.socket() as s:
+        try:
+            s.bind((args.ip, 0))
+        except OSError:
+            raise CourseError(f"--ip {args.ip} is no address of this machine") from None
+    with socket.socket() as s:
         if not 0 < args.port < 65536 or s.connect_ex(("127.0.0.1", args.port)) == 0:
             raise CourseError(
                 f"port {args.port} can't be used: end the JupyterLab that may hold it, or try another --port"
             )
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
-    page = f"/lab/tree/{copy_of(path, work).name}"
-    print(f"JupyterLab on lesson {number}: http://localhost:{args.port}{page}?token={token}")
-    print("It is there in a few seconds. Ctrl-C twice ends it.", flush=True)
+    page, host = f"/lab/tree/{copy_of(path, work).name}", args.ip.replace("0.0.0.0", "localhost")
+    print(f"JupyterLab on lesson {number}: http://{host}:{args.port}{page}?token={token}")
+    print("It is there in a few seconds. Ctrl-C twice ends it.")
+    print("Where Run All stops, the table of contents at the left marks the exercise in red.", flush=True)
     os.environ["JUPYTER_TOKEN"] = token  # not in the arguments, which other users can see
     settings = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(settings)
     words = [sys.executable, "-m", "jupyterlab", "--log-level=WARN", "--LabApp.log_level=WARN"]
     words += [f"--ServerApp.root_dir={work}", f"--LabApp.default_url={page}"]
-    words += [f"--ServerApp.port={args.port}", "--ServerApp.port_retries=0"]
+    words += [f"--ServerApp.ip={args.ip}", f"--ServerApp.port={args.port}", "--ServerApp.port_retries=0"]
     if args.no_browser or os.environ.get("NO_BROWSER", "") not in ("", "0"):
         words += ["--no-browser"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # as in containers, which Jupyter refuses unasked

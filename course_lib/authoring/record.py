@@ -1,6 +1,6 @@
-"""`course run` and `course record`: execute worked lessons, and show or store what came.
+"""`course record`: execute worked lessons and store what came.
 
-`record` is the only writer of outputs. On a GPU everything is renewed; with `--cpu` marked cells alone, which
+It is the only writer of outputs. On a GPU everything is renewed; with `--cpu` marked cells alone, which
 are the same on every machine. A fresh kernel runs all cells in order; an error leaves the notebook as it was.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from course_lib import machine, recorded
+from course_lib import machine
 from course_lib.authoring import catalogue, kernel, notebook, outputs, prose, rules, stamps
 from course_lib.authoring.notebook import CourseError
 
@@ -30,42 +30,34 @@ def worked(words):
     return [known[n] for n in dict.fromkeys(notebook.resolve(w, notebook.NBS) for w in words) or known]
 
 
-def execute(nb, name, env=None):
+def code_cells(nb):
+    "The cells of a notebook that are executed."
+    return [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
+
+
+def execute(nb, name, env=None, done=None, timeout=None):
     """Execute the code cells of the worked notebook `nb` in order; `name` is for the lines that are printed.
 
     Returns ({cell's id: kernel.Ran}, {noted figure: its row}); raises CourseError where a cell fails. Cells
-    run in a temporary folder, so that they write nothing into the repository. `env` adds variables.
+    run in a temporary folder, so that they write nothing into the repository. `env` adds variables; `done`
+    is a dict to fill, for who wants what ran before a failure; `timeout` is in seconds for each cell.
     """
-    cells = [c for c in nb["cells"] if c["cell_type"] == "code" and notebook.source(c).strip()]
-    done, figures = {}, {}
+    cells, done, figures = code_cells(nb), {} if done is None else done, {}
     with tempfile.TemporaryDirectory(prefix="course-run-", ignore_cleanup_errors=True) as scratch:
         notes, folder = Path(scratch, "figures.jsonl"), Path(scratch, "nbs")
         folder.mkdir()
-        with kernel.Session(folder, env={"COURSE_FIGURES": str(notes), **(env or {})}) as session:
+        with kernel.Session(folder, timeout, env={"COURSE_FIGURES": str(notes), **(env or {})}) as session:
             for i, cell in enumerate(cells):
                 ran = done[cell["id"]] = session.execute(notebook.source(cell))
-                print(f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s", flush=True)
+                print(
+                    f"{name}  {i + 1}/{len(cells)}  {cell['id']}  {ran.seconds:.1f} s\n", end="", flush=True
+                )
                 if ran.error:
                     raise CourseError(f"{name}, cell `{cell['id']}`: {ran.error}")
         if notes.exists():
             rows = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
             figures = {row.pop("name"): row for row in rows}
     return done, figures
-
-
-def run_cmd(args):
-    "Execute worked lessons; writes nothing into the repository. Returns 1 if a cell failed."
-    if not (args.lessons or args.all):
-        raise CourseError("name a lesson, or use --all")
-    status = 0
-    for path in worked(args.lessons):
-        try:
-            _, figures = execute(notebook.load(path), path.stem)
-            print(recorded.compare(path.stem[3:], figures), end="\n\n", flush=True)
-        except CourseError as e:
-            print(e, file=sys.stderr)
-            status = 1
-    return status
 
 
 def record_cmd(args):
@@ -89,13 +81,21 @@ def record_cmd(args):
     return status
 
 
+def waiting(nb):
+    "The cells of `nb` that need several GPUs (`metadata.gpus`), and that changed since a recording there."
+    old = notebook.stamp(nb).get("cells", {})
+    return [c for c in nb["cells"] if c["metadata"].get("gpus") and c["id"] not in old]
+
+
 def behind(nb):
     "What a recording of the worked notebook `nb` would bring up to date, as sentences; nothing for a draft."
     if notebook.is_draft(nb):
         return []
     old, figures = (notebook.stamp(nb).get(key, {}) for key in ("cells", "figures"))
-    stale = [name for name, now in stamps.hashes(nb).items() if old.get(name) != now]
-    missing = [name for name in prose.noted(nb) if not fnmatch.filter(figures, name)]
+    later = [cell["id"] for cell in waiting(nb)]
+    stale = [name for name, now in stamps.hashes(nb).items() if old.get(name) != now and name not in later]
+    rest = {**nb, "cells": [c for c in nb["cells"] if c.get("id") not in later]}
+    missing = [name for name in prose.noted(rest) if not fnmatch.filter(figures, name)]
     found = {"cells changed since they were recorded": stale, "figures not recorded": missing}
     return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
 
@@ -105,7 +105,10 @@ def _check(path):
     rules.check(nb, path.stem)
     if found := behind(nb) + outputs.problems(nb):
         raise CourseError(f"{path.stem}: {'; '.join(found)}")
-    return f"{path.stem}: {'a draft: no recording from a GPU' if notebook.is_draft(nb) else 'up to date'}"
+    if notebook.is_draft(nb):
+        return f"{path.stem}: a draft: no recording from a GPU"
+    later = ", ".join(cell["id"] for cell in waiting(nb))
+    return f"{path.stem}: up to date" + f"; not recorded on two GPUs yet: {later}" * bool(later)
 
 
 def _record(path, args):
@@ -127,13 +130,19 @@ def store(nb, done, noted, source):
     """Put the cells that were executed, the noted figures and hashes into `nb`; returns how many cells.
 
     `source` is {commit, clean}, or None to renew marked cells alone. A figure that this run did not make is
-    kept while the code still notes it: its cell needs another machine.
+    kept while the code still notes it: its cell needs another machine. So is the output of a cell that needs
+    several GPUs where there is one, until its code changes.
     """
     now, stamp, new = stamps.hashes(nb), notebook.stamp(nb), {}
+    old, one = stamp.get("cells", {}), torch.cuda.device_count() < 2
     for cell in nb["cells"]:
         if ran := done.get(cell["id"]):
             cell["execution_count"] = ran.count
-            if source or notebook.is_marked(cell):
+            if source and one and cell["metadata"].get("gpus"):
+                if old.get(cell["id"]) != now[cell["id"]]:
+                    cell["outputs"] = outputs.clean(ran.outputs)
+                    old.pop(cell["id"], None)
+            elif source or notebook.is_marked(cell):
                 cell["outputs"] = outputs.clean(ran.outputs)
                 new[cell["id"]] = now[cell["id"]]
         elif cell["cell_type"] == "code":  # an empty one
@@ -148,7 +157,7 @@ def store(nb, done, noted, source):
         # Six digits say all that a measurement knows.
         figures |= {n: f | {"value": float(f"{f['value']:.6g}")} | mine for n, f in noted.items()}
         stamp = {**source, **about, "date": today, "figures": figures}
-    cells = {name: old for name, old in stamp.get("cells", {}).items() if name in now}
+    cells = {name: then for name, then in old.items() if name in now}
     nb["metadata"]["recorded"] = {**stamp, "cells": cells | new}
     for cell in nb["cells"]:
         if cell["cell_type"] == "markdown":

@@ -5,13 +5,14 @@ A function of `dist` takes the module `torch.distributed` on real ranks, or a `g
 
 import statistics
 import time
+import warnings
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from course_lib import data, models
+from course_lib import data, machine, models
 
 
 def digits(part="train"):
@@ -146,47 +147,36 @@ def step_spans(wraps, widths=(256, 1024, 1024, 1024, 1024, 10), batch=128, steps
     return [([seconds for seconds, _ in mine], mine[len(mine) // 2][1]) for mine in ordered]
 
 
-def here():
-    "Where this rank's tensors live: its GPU under NCCL, else the CPU."
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
-
-
 def seconds_of(fns, calls=None, rounds=5, budget=0.1):
     """Seconds of one call of each function on all ranks together, by rounds: [[by function] by round].
 
     The functions take turns. `calls` in a row are timed, by default as many as take `budget` seconds.
     """
 
+    # Autograd's own thread makes the GPU's context with its first matmul, and says so.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+
     def block(fn, k):
-        for wait in (_sync, dist.barrier, _sync):
+        for wait in (machine.sync, dist.barrier, machine.sync):
             wait()
         start = time.perf_counter()
         for _ in range(k):
             fn()
-        _sync()
+        machine.sync()
         return (time.perf_counter() - start) / k
 
     counts = []
     for fn in fns:
         block(fn, 3)
-        k = torch.tensor([calls or max(1, min(200, budget / block(fn, 1)))], device=here()).int()
+        k = torch.tensor([calls or max(1, min(200, budget / block(fn, 1)))], device=machine.device()).int()
         dist.broadcast(k, 0)
         counts.append(int(k))
     return [[block(fn, k) for fn, k in zip(fns, counts, strict=True)] for _ in range(rounds)]
 
 
-def _sync():
-    if dist.get_backend() == "nccl":
-        torch.cuda.synchronize()
-
-
 def all_reduce_seconds(sizes):
     "Median seconds of an all-reduce of each of `sizes` bytes in float32, calls in a row, as nccl-tests does."
-    xs = [torch.zeros(n // 4, device=here()) for n in sizes]
+    xs = [torch.zeros(n // 4, device=machine.device()) for n in sizes]
     rounds = seconds_of([lambda x=x: dist.all_reduce(x) for x in xs], budget=0.03)
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 

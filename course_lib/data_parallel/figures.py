@@ -175,15 +175,15 @@ def draw_batches(found):
     return fig
 
 
-def draw_scaling(found, ranks):
-    "Throughput over that of one GPU, measured and by the model: {kind: (measured, model)}."
+def draw_scaling(found, where):
+    "Throughput over that of as many ranks alone, measured and by the model: {kind: (measured, model)}."
     fig, ax = show.axes(figsize=(6.6, 0.8 + 0.6 * len(found)))
     for i, (run, model) in enumerate(found.values()):
         ax.barh(i - 0.18, run, height=0.36, color=BLUE, label="measured" if i == 0 else None)
         ax.barh(i + 0.18, model, height=0.36, color=SKY, label="model" if i == 0 else None)
-    ax.axvline(ranks, color=GREY, lw=1, ls="--")
+    ax.axvline(1, color=GREY, lw=1, ls="--")
     ax.set_yticks(range(len(found)), list(found))
     ax.invert_yaxis()
-    ax.set_xlabel(f"times one GPU (dashed: {ranks} GPUs, nothing lost)")
+    ax.set_xlabel(f"throughput of {where} over that of {where} alone (dashed: nothing lost)")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return fig

@@ -203,7 +203,7 @@ def test_figures_draw():
         figures.draw_measured([1024, 2048, 4096], [1e-4, 2e-4, 3e-4], lambda n: 1e-7 * n, "here"),
         figures.view_buckets({**curve, "curve": [(2, 0.1), (4, 0.2)]}),
         figures.draw_batches({4: (100, 90, 120), 8: (60, 55, 70)}),
-        figures.draw_scaling({"yours": (1.8, 1.9)}, 2),
+        figures.draw_scaling({"yours": (0.9, 0.95)}, "2 ranks"),
     ):
         fig.canvas.draw()
         plt.close(fig)
