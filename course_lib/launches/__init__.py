@@ -20,5 +20,5 @@ def explore(launch=8, kernel=3, kernels=12):
         eager.launch("kernel", kernel)
     graph.host(graph.replay_us, "launch", "replay")
     for _ in range(kernels):
-        graph.put("kernel", kernel, [], [], 1.0)
+        graph.put("kernel", kernel, [], [])
     return {"one by one": eager.spans, "replayed": graph.spans}

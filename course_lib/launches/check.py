@@ -14,7 +14,8 @@ from course_lib import launches
 from course_lib.checking import yours  # noqa: F401
 
 HANDS = ["cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync",
-         "cudaMemsetAsync"]  # fmt: skip
+         "cudaMemsetAsync", "cuLaunchKernel", "cudaLaunchCooperativeKernel", "cudaMemcpy",
+         "cuMemsetD32Async"]  # fmt: skip
 IDLE = ["cudaStreamSynchronize", "cudaEventRecord", "cudaStreamIsCapturing", "cudaMalloc"]
 WORK = ["kernel", "gpu_memcpy", "gpu_memset"]
 
@@ -51,7 +52,7 @@ def _on_gpu(what, fn, *args):
     try:
         return core.call(fn, *args, mutates=range(len(args)))
     except core.Wrong as e:
-        if isinstance(e.cause, RuntimeError) and str(e.cause):
+        if e.cause and str(e.cause):
             raise core.Wrong(f"{what}: {core.describe(e.cause)}") from None
         raise
 
@@ -82,7 +83,7 @@ def step(answer):
         with launches.Device() as gpu:
             net = net.to("cuda")
             made = _on_gpu("making a Step", answer, net, rate)
-            state, graph = _state_of(made, net), gpu.CUDAGraph()
+            state, graph, losses = _state_of(made, net), gpu.CUDAGraph(), []
             static = torch.zeros(rows, width).double().to("cuda"), torch.zeros(rows).long().to("cuda")
             for i in range(8):  # three calls, then a capture and five replays
                 if i == 3:
@@ -100,7 +101,11 @@ def step(answer):
                     one, f"{way}: expected a detached loss without dimensions, not {core.kind(loss)}"
                 )
                 torch.manual_seed(seed + i)
+                _same(static, batch, f"{way}: it changed its inputs in place")
                 twin.compare(way, made, net, loss, twin(*batch))
+                losses.append((loss, loss.item()))
+            for i, (old, value) in enumerate(losses[:3], 1):
+                core.close(old.item(), value, f"the loss of call {i}, read after later calls", 0, 0)
             _goes_back(graph, _state_of(made, net), state, loss)
 
 
@@ -150,7 +155,8 @@ def _state_of(made, net):
     tensors = isinstance(state, list | tuple) and all(isinstance(t, torch.Tensor) for t in state)
     core.require(tensors, f"state(): expected a list of tensors, got {core.kind(state)}")
     for name, t in [*net.named_parameters(), ("lr", made.lr), ("t", made.t), ("average", made.average)]:
-        core.require(any(t is s for s in state), f"state() misses {name}")
+        there = any(t is s for s in state)
+        core.require(there, f"state() misses {name} itself (a clone is another tensor)")
     return list(state)
 
 
@@ -219,7 +225,7 @@ class _Work:
     def __call__(self, x, y):
         with torch.enable_grad():
             node = self.state[0].view_as(self.state[0]).grad_fn.next_functions[0][0]
-        why = "an autograd graph of the state outlives its call; a real capture fails then: detach it"
+        why = "an autograd graph of the state outlives its call; a real capture can fail then: detach it"
         core.require("seen" not in node.metadata, why)
         node.metadata["seen"] = True  # lost with the node when nothing else holds it
         self.streams.append("capture" if self.gpu.capturing is not None else self.gpu.current_stream())
@@ -244,7 +250,9 @@ class _Work:
 
     def refuses(self, graphed, x, y):
         state = _kept(self.state)
-        wrong = {"an input of one row, which would broadcast": (x[:1], y), "a float64 input": (x.double(), y),
+        wrong = {"an input of one row, which would broadcast": (x[:1], y),
+                 "an input of one column, which would broadcast": (x[:, :1], y),
+                 "a transposed input": (x.mT, y), "a float64 input": (x.double(), y),
                  "an input with another dimension": (x[None], y), "a second input of one element": (x, y[:1]),
                  "a second input in int32": (x, y.int()), "one input instead of two": (x,),
                  "three inputs instead of two": (x, y, y)}  # fmt: skip
@@ -277,26 +285,34 @@ def _finish(copies, works, buffers):
 def score_all(answer):
     core.need_callable(answer)
     for case in range(24):
-        n, size, short, long = random.randrange(1, 9), *core.ragged(20, 90, 1), *core.ragged(1, 60, 1), 500
+        n, size, short, long = random.randrange(1, 9), *core.ragged(10, 45, 1), *core.ragged(1, 60, 1), 500
         works = [[short] * n, [long] * n, random.choices([short, long], k=n)][case % 3]
-        gpu, used = _untimed(), []
-        with gpu:
-            batches = [torch.randn(size).pin_memory() for _ in range(n)]
+        gpu, used, us = _untimed(), [], 8 * size
+        shape, dtype = random.choice([(size,), (1, size), (size, 1, 1)]), torch.float64
+        with gpu, gpu.stream(gpu.Stream() if case % 2 else gpu.current_stream()):
+            batches = [torch.randn(shape, dtype=dtype).pin_memory() for _ in range(n)]
+            earlier = [torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2)]
+            gpu.launch("earlier work", 0, reads=earlier)
+            del earlier  # the buffers get this memory
 
-            def score(x, gpu=gpu, used=used, works=works):
+            def score(x, gpu=gpu, used=used, works=works, shape=shape):
+                fits = isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (shape, torch.float64)
+                core.require(fits, f"score got {core.kind(x)}, and the batches are float64 of shape {shape}")
                 gpu.launch("score", works[len(used)], reads=[x])
                 used.append(x.untyped_storage()._cdata)
-                return x.square().sum()
+                found = x.sum()
+                gpu.launch("score", 0, reads=[x])  # a race names the last that read
+                return found
 
-            what = f"{n} copies of {4 * size} µs, scores of {works} µs"
+            what = f"{n} copies of {us} µs, scores of {works} µs"
             got = _on_gpu(what, answer, batches, score, gpu)
             end = max((s.end for s in gpu.spans), default=0)
             core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
             gpu.synchronize()
-            want = torch.stack([b.square().sum() for b in batches])
+            want = torch.stack([b.sum() for b in batches])
             core.close(got.to("cpu") if isinstance(got, torch.Tensor) else got, want, f"{what}: the scores")
         core.equal(len(set(used)), min(n, 2), f"{what}: buffers that were used")
-        core.close(end, _finish([4 * size] * n, works, 2), f"{what}: µs until all is done", 1e-6, 1e-3)
+        core.close(end, _finish([us] * n, works, 2), f"{what}: µs until all is done", 1e-6, 1e-3)
 
 
 @core.exercise("launches.5", "no use before ready, no reuse before done, and copies hidden in 24 loops")
@@ -304,36 +320,46 @@ def prefetch(answer):
     core.need_callable(answer)
     for case in range(24):
         n = (0, 1, 2, *[random.randrange(3, 9)] * 5)[case % 8]
-        sizes = [core.ragged(10, 80, 2)] * n if case % 3 else [core.ragged(10, 80, 2) for _ in range(n)]
+        k = random.randrange(1, 4)
+        sizes = [core.ragged(10, 80, k)] * n if case % 3 else [core.ragged(10, 80, k) for _ in range(n)]
         works = random.choices([random.randrange(1, 60), random.randrange(300, 700)], k=n)
-        gpu, taken, given, waits = _untimed(), [], [], case % 5 == 4  # waits: for the GPU, after each batch
-        copies = [4 * sum(pair) for pair in sizes]
-        what = "a loop that waits, " * waits + f"{n} batches of {copies} µs of copies, {works} µs of work"
-        with gpu, gpu.stream(gpu.Stream() if case % 2 else gpu.current_stream()):
-            host = [tuple(torch.randn(k).pin_memory() for k in pair) for pair in sizes]
+        # waits: for the GPU, after each batch. late: Python comes back when all is done, on another stream.
+        gpu, taken, given, waits, late = _untimed(), [], [], case % 5 == 4, case % 4 == 3
+        copies = [4 * sum(group) for group in sizes]
+        how = "a loop that waits, " * waits + "a slow loop on two streams, " * late
+        what = f"{how}{n} batches ({k} tensors each): copies of {copies} µs, work of {works} µs"
+        with gpu:
+            streams = [gpu.Stream() if case % 2 else gpu.current_stream() for _ in range(1 + late)]
+            host = [tuple(torch.randn(size).pin_memory() for size in group) for group in sizes]
             feed = _on_gpu(what, answer, ((taken.append(1), batch)[1] for batch in host), gpu)
             core.require(hasattr(feed, "__iter__"), f"{what}: expected a generator, got {core.kind(feed)}")
-            feed = iter(feed)
+            feed, before = iter(feed), len(gpu.streams)
             for i in itertools.count():
-                batch = _on_gpu(what, lambda feed=feed: next(feed, None))
-                if batch is None:
-                    break
-                core.require(i < n, f"{what}: more batches came out than went in")
-                core.equal(len(taken), min(n, i + 2), f"{what}: batches taken before batch {i + 1} was given")
-                _used(gpu, batch, host[i], works[i], f"{what}: batch {i + 1}")
+                with gpu.stream(streams[i % len(streams)]):
+                    batch = _on_gpu(what, next, feed, None)
+                    if batch is None:
+                        break
+                    core.require(i < n, f"{what}: more batches came out than went in")
+                    core.equal(
+                        len(taken), min(n, i + 2), f"{what}: batches taken before batch {i + 1} was given"
+                    )
+                    _used(gpu, batch, host[i], works[i], f"{what}: batch {i + 1}")
                 held = any(r() is not None for old in given[: max(0, i - 1)] for r in old)
                 core.require(not held, f"{what}: a batch is still held when the second after it is given")
                 given.append([weakref.ref(t) for t in batch])
                 del batch
+                gpu.now += 1e6 * late
                 if waits:
                     gpu.synchronize()
             core.equal(i, n, f"{what}: batches that came out")
-            if not waits:
-                core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
+            core.require(len(gpu.streams) <= before + 1, f"{what}: expected one new stream for all copies")
+        if late:
+            continue
+        if not waits:
+            core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
         end = max((s.end for s in gpu.spans), default=0)
-        core.close(
-            end, _finish(copies, works, 2 if waits else n), f"{what}: µs until all is done", 1e-6, 1e-3
-        )
+        why = f"{what}: µs until all is done (does a copy wait for work, or work for a later copy?)"
+        core.close(end, _finish(copies, works, 2 if waits else n), why, 1e-6, 1e-3)
 
 
 def _used(gpu, batch, host, us, what):

@@ -9,9 +9,11 @@ would have been kind. Method: L. Lamport, CACM 21 (1978); torch.cuda._sanitizer 
 import contextlib
 from collections import Counter
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,15 +26,12 @@ UNPINNED = (
     "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
 )
 MIXED = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu"
+GROUPS = "_group_tensors_by_device_and_dtype"
 READERS = {"tolist", "numpy", "__array__", "__repr__", "__format__"}
-THREADS = 270_336  # that an H200 runs at once: a smaller kernel leaves room for others
 
 
 class Race(RuntimeError):
-    "An order that nothing keeps, in one sentence. Notebooks show the sentence alone."
-
-    def _render_traceback_(self):
-        return [f"Race: {self}"]
+    "An order that nothing keeps, in one sentence."
 
 
 class Span(NamedTuple):
@@ -61,10 +60,6 @@ class Event:
     def synchronize(self):
         self.gpu.wait(self, "synchronize")
 
-    def query(self):
-        self.gpu.now += 1  # so that a loop that asks comes to an end
-        return self.time <= self.gpu.now and not self.gpu.wait(self, "query")
-
 
 class Stream(torch.Stream):  # for torch's own methods that take one
     "torch.cuda.Stream: `free` is when its work is done, `seen` what is ordered before its next work."
@@ -88,9 +83,6 @@ class Stream(torch.Stream):  # for torch's own methods that take one
 
     def synchronize(self):
         self.record_event().synchronize()
-
-    def query(self):
-        return self.record_event().query()
 
 
 class Graph:
@@ -121,14 +113,14 @@ class Device:
     """The simulated GPU. `launch` is what a launch costs Python, `replay` that of a whole graph (µs).
 
     A kernel takes `kernel` µs and its bytes at `rate` bytes/µs; a copy its bytes at `bus` bytes/µs. There is
-    one engine for copies to the device and one for copies back. Kernels that fill the GPU run alone.
+    one engine for kernels and one for copies; each serves in the order of the launches.
     """
 
     def __init__(self, launch=8.0, replay=10.0, kernel=2.0, rate=4e6, bus=5e4):
         self.launch_us, self.replay_us, self.kernel_us = launch, replay, kernel
         self.rate, self.bus = rate, bus
         self.now, self.seen, self.spans = 0.0, Counter(), []  # Python's clock, and what it knows to be done
-        self.blocks, self.freed, self.engines = {}, [], {"kernel": [], "copy": [], "back": []}
+        self.blocks, self.freed, self.engines = {}, [], Counter()  # when an engine is done
         self.streams, self.capturing = [Stream(self, "default stream", 0)], None
         self.on, self.making, self.asleep = self.streams[0], False, False
 
@@ -136,6 +128,7 @@ class Device:
         self.modes = contextlib.ExitStack()
         self.modes.enter_context(_Calls(self))
         self.modes.enter_context(_Operators(self))
+        self.modes.enter_context(mock.patch.object(clip_grad, GROUPS, _groups))
         return self
 
     def __exit__(self, *error):
@@ -192,7 +185,7 @@ class Device:
     def restart(self):
         "Wait for everything, then set all clocks to 0."
         self.synchronize()
-        self.now, self.spans, self.engines = 0.0, [], {name: [] for name in self.engines}
+        self.now, self.spans, self.engines = 0.0, [], Counter()
         for stream in self.streams:
             stream.free = 0.0
 
@@ -209,12 +202,12 @@ class Device:
             self.host(event.time - self.now, "wait", name)
         self.seen |= event.seen
 
-    def launch(self, name, us, reads=(), writes=()):
-        "Launch a kernel of `us` µs that fills the GPU and reads and writes these tensors."
+    def launch(self, name, us, reads=()):
+        "Launch a kernel of `us` µs that reads these tensors."
         self.host(self.launch_us, "launch", name)
-        self.put(name, us, [self.block(t) for t in reads], [self.block(t) for t in writes])
+        self.put(name, us, [self.block(t) for t in reads], [])
 
-    def put(self, name, us, reads, writes, share=1.0, engine="kernel"):
+    def put(self, name, us, reads, writes, engine="kernel"):
         "Queue work on the current stream, behind what it must follow; a missing order is a `Race`."
         self.on.seen |= self.seen
         for block in filter(None, reads):
@@ -229,26 +222,15 @@ class Device:
             block.reads[self.on.name] = mark
         for block in filter(None, writes):
             block.write, block.reads = mark, {}
-        start = self._fit(self.engines[engine], max(self.now, self.on.free), us, share)
-        self.on.free = start + us
-        kind = "kernel" if engine == "kernel" else "copy"
-        self.spans.append(Span(self.on.name, kind, name, start, start + us))
+        start = max(self.now, self.on.free, self.engines[engine])
+        self.on.free = self.engines[engine] = start + us
+        self.spans.append(Span(self.on.name, engine, name, start, start + us))
 
     def _after(self, other, name, does, did):
         if other is not None and self.on.seen[other[0]] < other[1]:
             what = "a tensor" if does == "reads" else "memory"  # which another tensor may have had before
             memory = f"{does} {what} that {other[2]} on {other[0]} {did}"
             raise Race(f"{name} on {self.on.name} {memory}, and no event puts one after the other")
-
-    def _fit(self, busy, start, us, share):
-        "The first time from `start` at which an engine has room for `share` during `us`."
-        busy[:] = [b for b in busy if b[1] > self.now]
-        for at in sorted({start, *(end for _, end, _ in busy if end > start)}):
-            moments = [at, *(s for s, _, _ in busy if at < s < at + us)]
-            if all(sum(p for s, e, p in busy if s <= m < e) + share <= 1 + 1e-9 for m in moments):
-                break
-        busy.append((at, at + us, share))
-        return at
 
     # --- memory ---
 
@@ -321,8 +303,7 @@ class Device:
         ]
         written = made + [t for t in operators.tensors(changed) if self.on_device(t)]
         us = self.kernel_us + sum(t.nbytes for t in here + written) / self.rate
-        share = min(1.0, max(t.numel() for t in here + written) / THREADS)
-        places = name, us, [self.block(t) for t in here], [self.block(t) for t in written], share
+        places = name, us, [self.block(t) for t in here], [self.block(t) for t in written]
         if capturing:
             plain = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, made))
             self.capturing.append((func, *plain, places))
@@ -349,10 +330,10 @@ class Device:
         pinned = self.block(source if to_device else target) is not None
         if self.capturing is not None:
             raise RuntimeError("the simulated device captures no copy from the host" if pinned else UNPINNED)
-        name, engine = ("copy to the GPU", "copy") if to_device else ("copy to the host", "back")
+        name = "copy to the GPU" if to_device else "copy to the host"
         self.host(self.launch_us, "launch", name)
         us = self.kernel_us + target.nbytes / self.bus
-        self.put(name, us, [self.block(source)], [self.block(target)], 1.0, engine)
+        self.put(name, us, [self.block(source)], [self.block(target)], "copy")
         if not (pinned and non_blocking):
             self.on.synchronize()
         return torch.ops.aten.copy_.default(target, source)
@@ -363,6 +344,11 @@ class Device:
         self.on.seen |= self.seen
         for t in tensors:
             self._after(self.block(t).write, f"use before ready: {name.strip('_')}", "reads", "writes")
+
+
+def _groups(lists, group=getattr(clip_grad, GROUPS)):
+    "What clip_grad_norm_ asks in C++, which knows only the host: each group by the device of its tensors."
+    return {(found[0][0].device, dtype): (found, i) for (_, dtype), (found, i) in group(lists).items()}
 
 
 class _Operators(TorchDispatchMode):
@@ -399,21 +385,16 @@ class _Calls(TorchFunctionMode):
             return self._to(args[0], *([name] if name != "to" else ()), *args[1:], **kwargs)
         if name == "record_stream":
             return gpu.block(args[0]).recorded.add(args[1])
-        if name == "is_pinned":
-            return getattr(gpu.block(args[0]), "place", None) == "pinned"
-        if name == "pin_memory" or kwargs.pop("pin_memory", False):
-            return gpu.keep(args[0].clone() if name == "pin_memory" else func(*args, **kwargs), "pinned")
+        if name == "pin_memory":
+            return gpu.keep(args[0].clone(), "pinned")
         if name in READERS and here:
             gpu.read(args[:1], name)
             with gpu.resting():
                 return func(*args, **kwargs)
-        asked = kwargs.get("device")
-        if asked is None and not (here and name.startswith("new_")):
+        if torch.device(kwargs.get("device") or "cpu").type != "cuda":
             return func(*args, **kwargs)
-        if asked is not None and torch.device(asked).type != "cuda":
-            return func(*args, **kwargs)
-        kwargs.pop("device", None)
-        if name in ("tensor", "as_tensor", "new_tensor"):
+        del kwargs["device"]
+        if name in ("tensor", "as_tensor"):
             return self._to(func(*args, **kwargs), "cuda")
         with gpu._with("making", True):
             return func(*args, **kwargs)
@@ -421,8 +402,8 @@ class _Calls(TorchFunctionMode):
     def _to(self, t, *args, **kwargs):
         gpu = self.gpu
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor):
-            device = args[0].device if not gpu.on_device(args[0]) else torch.device("cuda")
+        if args and gpu.on_device(args[0]):
+            device = torch.device("cuda")
         if device is None or (device.type == "cuda") == gpu.on_device(t):
             return t if dtype in (None, t.dtype) else torch.Tensor.to(t, dtype)
         with torch.no_grad(), gpu._with("making", True) if device.type == "cuda" else gpu.resting():

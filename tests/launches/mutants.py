@@ -25,6 +25,7 @@ def named(words, answer):
 
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+NAMES = ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 def by_steps(events):
@@ -99,7 +100,7 @@ class ForeachStep(solutions.Step):
 
 
 class OptimStep:
-    "Right: PyTorch's own capturable Adam, its state made at once."
+    "Right: PyTorch's own clipping and capturable Adam, its state made at once."
 
     def __init__(self, net, lr):
         self.net, self.lr = net, torch.tensor(lr, device=next(net.parameters()).device)
@@ -130,9 +131,7 @@ class OptimStep:
         self.opt.zero_grad()
         loss = F.cross_entropy(self.net(x + 0.1 * torch.randn_like(x)), y)
         loss.backward()
-        norm = torch.stack([p.grad.norm() for p in self.net.parameters()]).norm()
-        for p in self.net.parameters():
-            p.grad *= (1 / norm).clamp(max=1)
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         self.opt.step()
         self.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
         return loss.detach()
@@ -180,8 +179,20 @@ def _rebinds_moments(self, i, g):
     self.v[i] = 0.999 * self.v[i] + 0.001 * g * g
 
 
-def _rebinds_average(self, loss):
-    self.average = 0.9 * self.average + 0.1 * loss
+class OneLoss(solutions.Step):
+    "Each call writes its loss into the same tensor."
+
+    def __init__(self, net, lr):
+        super().__init__(net, lr)
+        self.loss = torch.zeros_like(self.params[0].flatten()[0])
+
+    def __call__(self, x, y):
+        return self.loss.copy_(super().__call__(x, y))
+
+
+def _noise_into_x(self, x):
+    x += 0.1 * torch.randn_like(x)
+    return torch.zeros_like(x)
 
 
 def _counts_twice(self):
@@ -258,7 +269,7 @@ class Swapped(solutions.GraphedStep):
         return torch.empty_like(self.output).copy_(self.output)
 
 
-def graphed(words, warm=3, side=True, waits=True, clones=True, back=True, random=True, strict="both",
+def graphed(words, side=True, waits=True, clones=True, back=True, random=True, strict="both",
             copies=True, result=True, detach=True, keep=True):  # fmt: skip
     class Graphed:
         def __init__(self, step, examples, state, gpu):
@@ -271,7 +282,7 @@ def graphed(words, warm=3, side=True, waits=True, clones=True, back=True, random
             if waits:
                 stream.wait_stream(main)
             with gpu.stream(stream):
-                for _ in range(warm):
+                for _ in range(3):
                     step(*self.inputs)
             main.wait_stream(stream)
             self.graph = gpu.CUDAGraph()
@@ -285,7 +296,10 @@ def graphed(words, warm=3, side=True, waits=True, clones=True, back=True, random
 
         def __call__(self, *inputs):
             def kinds(found):
-                return [{"both": (t.shape, t.dtype), "shape": t.shape, "no": 0}[strict] for t in found]
+                by = {"both": lambda t: (t.shape, t.dtype), "shape": lambda t: t.shape,
+                      "rows": lambda t: (len(t), t.dim(), t.dtype),
+                      "numel": lambda t: (t.numel(), t.dim(), t.dtype)}  # fmt: skip
+                return [by[strict](t) for t in found]
 
             if (
                 kinds(inputs) != kinds(self.inputs)
@@ -348,12 +362,14 @@ def score_in_front(batches, score, gpu):
     return torch.stack(out)
 
 
-def scores(words, before, buffers=2, non_blocking=True, ready=True):
+def scores(words, before, buffers=2, non_blocking=True, ready=True, first=True, make=torch.empty_like,
+           on="current_stream"):  # fmt: skip
     def score_all(batches, score, gpu):
-        upload, main = gpu.Stream(), gpu.current_stream()
-        kept = [torch.empty_like(batches[0], device="cuda") for _ in range(buffers or len(batches))]
+        upload, main = gpu.Stream(), getattr(gpu, on)()
+        kept = [make(batches[0], device="cuda") for _ in range(buffers or len(batches))]
         done, out = [], []
-        upload.wait_stream(main)
+        if first:
+            upload.wait_stream(main)
         for i, batch in enumerate(batches):
             buffer = kept[i % len(kept)]
             before(gpu, upload, main, done, i)
@@ -427,24 +443,24 @@ class Prefetch:
         return found
 
 
-def prefetcher(
-    words, ahead=1, record=True, waits="event", last=True, own=True, non_blocking=True, before=None
-):
+def prefetcher(words, ahead=1, record="current", waits="event", once=False, each=False, non_blocking=True,
+               before=None):  # fmt: skip
     def prefetch(batches, gpu):
-        side, queue = gpu.Stream() if own else gpu.current_stream(), []
+        side, queue, first = gpu.Stream(), [], gpu.current_stream()
 
         def hand_over(tensors, event):
+            current = first if once else gpu.current_stream()
             if waits == "event":
-                gpu.current_stream().wait_event(event)
+                current.wait_event(event)
             elif waits == "stream":
-                gpu.current_stream().wait_stream(side)
-            elif waits == "python":
-                event.synchronize()
+                current.wait_stream(side)
             for t in tensors if record else ():
-                t.record_stream(gpu.current_stream())
+                t.record_stream(current if record == "current" else side)
             return tensors
 
         for batch in batches:
+            if each:
+                side = gpu.Stream()
             if before:
                 before(gpu, side)
             with gpu.stream(side):
@@ -452,10 +468,14 @@ def prefetcher(
                 queue.append((tensors, side.record_event()))
             if len(queue) > ahead:
                 yield hand_over(*queue.pop(0))
-        while queue and last:
+        while queue:
             yield hand_over(*queue.pop(0))
 
     return named(words, prefetch)
+
+
+def pairs_only(batches, gpu):
+    return solutions.prefetch(((x, y) for x, y in batches), gpu)
 
 
 RIGHT = {
@@ -477,11 +497,11 @@ MUTANTS = {
             _report(busy=lambda w: sum(b - a for a, b in w) / (max(b for _, b in w) - w[0][0])),
         ),
         named("the end of the piece before", _report(busy=_gaps)),
-        named("until the end of the last start", _report(busy=lambda w: min(1.0, _gaps(w) * 0.97))),
+        named("a list of names", _report(words=NAMES)),
     ],
     "launches.2": [
         variant("moments are replaced", moments=_rebinds_moments),
-        variant("the average is replaced", note=_rebinds_average),
+        variant("noise is added in place", noise=_noise_into_x),
         variant("a count in Python", count=_counts_twice),
         variant("the rate as a number", rate=_rate_as_number),
         variant("the noise is drawn once", noise=_noise_once),
@@ -491,31 +511,30 @@ MUTANTS = {
         variant("clips short gradients too", scale=lambda self, norm: 1 / norm),
         variant("branches on the norm", scale=lambda self, norm: 1 / norm if norm > 1 else 1.0),
         variant("state without the moments", state=_misses(lambda self: [*self.m, *self.v])),
-        variant("state without the count", state=_misses(lambda self: [self.t])),
+        OneLoss,
         variant("state gives clones", state=lambda self: [t.clone() for t in solutions.Step.state(self)]),
     ],
     "launches.3": [
         graphed("the warm-up trains", back=False),
         graphed("the random state moves", random=False),
         graphed("keeps the graph of the clones", detach=False),
-        graphed("no warm-up", warm=0),
         graphed("the warm-up on the current stream", side=False),
         graphed("the side stream does not wait", waits=False),
         graphed("captures the examples themselves", clones=False),
         graphed("binds the inputs", copies=False),
         graphed("the output itself", result=False),
         graphed("keeps nothing alive", keep=False),
-        graphed("any shape", strict="no"),
+        graphed("compares rows", strict="rows"),
+        graphed("compares the number of elements", strict="numel"),
         graphed("any dtype", strict="shape"),
         graphed("looks at the first input", strict="first"),
     ],
     "launches.4": [
         scores("copies do not wait", lambda gpu, *_: None),
         scores("waits for the score before", lambda gpu, up, main, done, i: up.wait_stream(main)),
-        scores("python waits", lambda gpu, *_: gpu.synchronize()),
-        scores(
-            "waits three back", lambda gpu, up, main, done, i: up.wait_event(done[i - 3]) if i > 2 else None
-        ),
+        scores("buffers that are used before", _two_before, first=False),
+        scores("buffers of float32", _two_before, make=lambda b, device: torch.empty(b.shape, device=device)),
+        scores("the default stream", _two_before, on="default_stream"),
         scores("a buffer for each batch", lambda *_: None, buffers=0),
         scores(
             "one buffer", lambda gpu, up, main, done, i: up.wait_event(done[-1]) if done else None, buffers=1
@@ -524,14 +543,15 @@ MUTANTS = {
         scores("scores do not wait", _two_before, ready=False),
     ],
     "launches.5": [
-        prefetcher("no record_stream", record=False),
+        prefetcher("no record_stream", record=""),
         prefetcher("no wait", waits="no"),
         prefetcher("waits for all copies", waits="stream"),
-        prefetcher("python waits", waits="python"),
+        prefetcher("records the stream of the copies", record="side"),
         prefetcher("nothing ahead", ahead=0),
         prefetcher("two ahead", ahead=2),
-        prefetcher("forgets the last batch", last=False),
-        prefetcher("on the current stream", own=False),
+        pairs_only,
+        prefetcher("reads the current stream once", once=True),
+        prefetcher("a stream for each batch", each=True),
         prefetcher("a copy that blocks", non_blocking=False),
         prefetcher(
             "copies wait for the work", before=lambda gpu, side: side.wait_stream(gpu.current_stream())
