@@ -58,7 +58,7 @@ class GraphedStep:
         with gpu.stream(side):
             for _ in range(3):
                 step(*self.inputs)
-        gpu.current_stream().wait_stream(side)
+        gpu.current_stream().wait_stream(side)  # as in PyTorch's documentation; the capture waits, too
         self.graph = gpu.CUDAGraph()
         with gpu.graph(self.graph):
             self.output = step(*self.inputs)
