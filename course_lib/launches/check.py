@@ -327,7 +327,7 @@ def prefetch(answer):
         gpu, taken, given, waits, late = _untimed(), [], [], case % 5 == 4, case % 4 == 3
         copies = [4 * sum(group) for group in sizes]
         how = "a loop that waits, " * waits + "a slow loop on two streams, " * late
-        what = f"{how}{n} batches ({k} tensors each): copies of {copies} µs, work of {works} µs"
+        what = f"{how}{n} batches of {k} tensor{'s' * (k > 1)}: copies of {copies} µs, work of {works} µs"
         with gpu:
             streams = [gpu.Stream() if case % 2 else gpu.current_stream() for _ in range(1 + late)]
             host = [tuple(torch.randn(size).pin_memory() for size in group) for group in sizes]
