@@ -29,12 +29,19 @@ class Wrong(AssertionError):
 _passed = {}  # by exercise, what the learner wrote and passed
 _lent = []  # solutions of the course that `yours` gave out
 
+# What an answer must leave as it found it: each holds for the rest of the program.
+SETTINGS = (
+    torch.is_grad_enabled, torch.get_default_dtype, torch.get_default_device, torch.get_num_threads,
+    torch.are_deterministic_algorithms_enabled, gc.isenabled,
+)  # fmt: skip
+
 
 def exercise(number, passed):
     """Make a check of exercise `number` ("roofline.1") that prints `roofline.1 passed: <passed>` on success.
 
     The check runs on the CPU, in float32, with gradients on, whatever the notebook has set; the
-    notebook's own settings and random state come back afterwards.
+    notebook's own settings and random state come back afterwards. An answer that leaves one of `SETTINGS`
+    changed is refused.
     """
 
     def decorate(fn):
@@ -88,7 +95,7 @@ def exercises(module):
 
 @contextlib.contextmanager
 def _fixed_settings():
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     python_state, collects = random.getstate(), gc.isenabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -97,9 +104,17 @@ def _fixed_settings():
             # Fresh inputs each time: an answer fitted to one draw must not pass.
             torch.seed()
             random.seed()
-            yield
+            before = [setting() for setting in SETTINGS]
+            try:
+                yield
+            finally:  # also where something failed because of it
+                for setting, was in zip(SETTINGS, before, strict=True):
+                    left = f"the answer leaves {setting.__name__}() at {setting()}; it was {was}: put it back"
+                    require(setting() == was, left)
     finally:
         torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         # Only where the answer changed it: a caller's `with torch.device(…)` must not become lasting.
         if torch.get_default_device() != device:
             torch.set_default_device(device if device.type != "cpu" else None)

@@ -1,5 +1,6 @@
 "The engine of checks: one sentence for every wrong answer, and none for a right one."
 
+import gc
 import random
 
 import pytest
@@ -130,6 +131,26 @@ def test_settings_of_the_notebook_neither_matter_nor_change():
         torch.set_default_device(None)
     assert seen[0][0] == torch.float32 and seen[0][3] == "cpu"
     assert seen[0][1] != seen[1][1]  # a fresh draw each time
+
+
+def test_an_answer_leaves_the_settings_as_they_were(capsys):
+    @core.exercise("05.4", "settings")
+    def leaves(answer):
+        answer()
+
+    leaves(lambda: torch.set_grad_enabled(True))
+    for change, sentence in {
+        lambda: torch.set_grad_enabled(False): r"is_grad_enabled\(\) at False; it was True",
+        lambda: 1 / torch.set_default_dtype(torch.float64): r"get_default_dtype\(\) at torch.float64",
+        lambda: torch.set_default_device("meta"): r"get_default_device\(\) at meta",
+        lambda: torch.set_num_threads(torch.get_num_threads() + 1): "get_num_threads",
+        lambda: torch.use_deterministic_algorithms(True): "are_deterministic_algorithms_enabled",
+        gc.disable: "isenabled",
+    }.items():
+        before = [setting() for setting in core.SETTINGS]
+        with pytest.raises(core.Wrong, match="05.4 not passed: the answer leaves " + sentence):
+            leaves(change)
+        assert [setting() for setting in core.SETTINGS] == before
 
 
 def test_call_clones_and_keeps_gradients():

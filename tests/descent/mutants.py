@@ -34,6 +34,16 @@ def _walk(clear=True, copy=True, graph=False, flat=0.0, dtype=None):
     return walked
 
 
+def _leaves_autograd_off(answer):
+    def left(*args):
+        torch.set_grad_enabled(True)
+        got = answer(*args)
+        torch.set_grad_enabled(False)
+        return got
+
+    return left
+
+
 def with_an_optimiser(f, start, lr, steps):
     w = torch.nn.Parameter(start.clone())
     opt, path = torch.optim.SGD([w], lr=lr), [start.clone()]
@@ -48,12 +58,13 @@ def with_an_optimiser(f, start, lr, steps):
 # descent.2: power iteration, with one thing to get wrong at a time
 
 
-def _power(first=torch.randn, most=199, normalise=True):
+def _power(first=torch.randn, most=199, length=lambda v: v.norm()):
     def iterated(product, size):
         v = first(size)
         for _ in range(most):
-            v = product(v / v.norm() if normalise else v)
-        return (2 * torch.dot(v, v) / torch.dot(v, product(v))).item()
+            v = product(v / length(v))
+        v = v / length(v)
+        return 2 / torch.dot(v, product(v)).item()
 
     return iterated
 
@@ -123,6 +134,12 @@ class SkipsZeros(_Variant):
         return super().move(group, p, s) if p.grad.any() else 0
 
 
+class GivesNewMemory(_Variant):
+    def move(self, group, p, s):
+        p.data = p - super().move(group, p, s)
+        return 0
+
+
 class WritesIntoTheGradient(_Variant):
     def decayed(self, group, p):
         return p.grad.add_(p, alpha=group["weight_decay"])
@@ -187,12 +204,6 @@ def _loop(zero=True, train=True, grad=False, weigh=True, keep=lambda loss: loss.
         return [float(loss) for loss in losses], valid_losses
 
     return fitted
-
-
-def leaves_autograd_off(*args):
-    got = fit(*args)
-    torch.set_grad_enabled(False)
-    return got
 
 
 def freezes_the_model(model, opt, loss_fn, train, valid, epochs):
@@ -282,13 +293,14 @@ RIGHT = {
 MUTANTS = {
     "descent.1": [
         _walk(clear=False), _walk(copy=False), _walk(graph=True), _walk(flat=1e-2),
-        _walk(dtype=torch.float32),
+        _walk(dtype=torch.float32), _leaves_autograd_off(descend),
     ],
     "descent.2": [
-        _power(torch.ones), _power(_one_seed), _power(most=30), _power(normalise=False), builds_the_matrix,
+        _power(torch.ones), _power(_one_seed), _power(most=30), _power(length=lambda v: 1),
+        _power(length=lambda v: v.norm() + 1e-8), builds_the_matrix,
     ],
     "descent.3": [
-        PutsTheRateIntoTheVelocity, ForgetsTheVelocityWithoutAGradient, SkipsZeros,
+        PutsTheRateIntoTheVelocity, ForgetsTheVelocityWithoutAGradient, SkipsZeros, GivesNewMemory,
         WritesIntoTheGradient, UsesTheFirstGroupsOptions,
     ],
     "descent.4": [
@@ -296,7 +308,7 @@ MUTANTS = {
     ],
     "descent.5": [
         _loop(zero=False), _loop(train=False), _loop(grad=True), _loop(weigh=False),
-        _loop(keep=lambda loss: loss), leaves_autograd_off,
+        _loop(keep=lambda loss: loss), _leaves_autograd_off(fit),
     ],
     "descent.6": [
         (rolls, paired_gains), (moves_all_alike, paired_gains), (prefers_the_middle, paired_gains),

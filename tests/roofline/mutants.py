@@ -133,6 +133,10 @@ def milliseconds_of_all_steps(rows, steps, gpu):
     return solutions.class_ms(rows, 1, gpu)
 
 
+def every_aten_row(rows, steps, gpu):
+    return _class_ms(rows, steps, gpu, lambda r: _counts(r) or r.key.startswith("aten::"), _own(gpu))
+
+
 def always_the_host(rows, steps, gpu):
     return _class_ms(rows, steps, gpu, _counts, lambda r: r.self_cpu_time_total)
 
@@ -277,8 +281,8 @@ def full_attention(m, rate, gpus, peaks):
     return _mfu(_per_token(m, m.seq), rate, gpus, peaks["dense"])
 
 
-def half_the_sequence(m, rate, gpus, peaks):
-    return _mfu(_per_token(m, m.seq / 2), rate, gpus, peaks["dense"])
+def rounds_the_mean_down(m, rate, gpus, peaks):
+    return _mfu(_per_token(m, (m.seq + 1) // 2), rate, gpus, peaks["dense"])
 
 
 def everything_halved(m, rate, gpus, peaks):
@@ -386,13 +390,13 @@ RIGHT = {
 MUTANTS = {
     "roofline.1": [forgets_the_factor_2, reads_the_weights_for_every_batch, reads_a_broadcast_bias_in_full,
                    shares_the_weights_of_a_batched_product, sums_a_vector_to_nothing, assumes_two_bytes],
-    "roofline.2": [only_what_ran, adds_totals, counts_every_row, counts_triton_twice,
+    "roofline.2": [only_what_ran, adds_totals, counts_every_row, counts_triton_twice, every_aten_row,
                    forgets_generated_kernels, milliseconds_of_all_steps, always_the_host],
     "roofline.3": [weights_alone, one_more_than_the_floor, forgets_the_result, rounds_down,
                    two_bytes_always, negative_where_there_is_none, next_power_of_two],
     "roofline.4": [six_n_d, forward_only, attention_causal_here, counts_the_embedding_table,
                    feed_forward_is_four_widths, one_sequence],
-    "roofline.5": [full_attention, half_the_sequence, everything_halved, refuses_by_the_sparse_peak,
+    "roofline.5": [full_attention, rounds_the_mean_down, everything_halved, refuses_by_the_sparse_peak,
                    embedding_table_too, forgets_the_gpus, caps_at_100_per_cent],
     "roofline.6": [synchronise_after_the_clock, mean_of_the_runs, upper_median, warm_up_among_the_runs,
                    the_loop_over_its_runs, another_clock],
