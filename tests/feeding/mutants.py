@@ -156,9 +156,10 @@ def one_too_many(lengths, context):
     return solutions.pack(lengths, context + 1)
 
 
-def says_little(lengths, context):
-    if any(n > context for n in lengths):
-        raise ValueError("a document is too long")
+def counts_from_one(lengths, context):
+    for i, n in enumerate(lengths, start=1):
+        if n > context:
+            raise ValueError(f"document number {i} has {n} tokens")
     return solutions.pack(lengths, context)
 
 
@@ -574,7 +575,7 @@ MUTANTS = {
     "feeding.1": [mean_of_wastes, always_one_more, totals_as_floats, empties_the_batches,
                   twice_through, one_width],
     "feeding.2": [next_fit, next_fit_decreasing, drops_long_ones, cuts_long_ones, by_value,
-                  lengths_in_rows, without_the_last, one_too_many, says_little],
+                  lengths_in_rows, without_the_last, one_too_many, counts_from_one],
     "feeding.3": [(plain_targets, _MASK), (running_positions, _MASK), (all_one_document, _MASK),
                   (numbered_in_the_padding(0), _MASK),
                   (numbered_in_the_padding(-1), _MASK), (zero_as_target, _MASK), (plain_in_full_rows, _MASK),
