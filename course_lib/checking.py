@@ -171,7 +171,7 @@ def call(fn, *args, mutates=(), **kwargs):
     changed = [f"its input number {i + 1}" for i, a, b in pairs if not _same(a, b)]
     changed += ["one of its inputs"] * (not _same(kwargs, named))
     if changed:
-        raise Wrong(f"{name} changed {changed[0]} in place; work on a copy, or write a new tensor")
+        raise Wrong(f"{name} changed {changed[0]} in place; work on a copy")
     return out
 
 
