@@ -80,9 +80,8 @@ def _lesson(path, args, env):
     except CourseError as e:
         error = NOT_XML.sub("?", str(e))
     suite = xml.Element("testsuite", name=path.stem, time=f"{time.monotonic() - began:.3f}")
-    last = (
-        [*done][-1] if done else "start"
-    )  # a damaged notebook and a kernel that does not start have no cell
+    # A damaged notebook and a kernel that does not start have no cell.
+    last = [*done][-1] if done else "start"
     for name in [c["id"] for c in cells] if done else [last]:
         seconds = done[name].seconds if name in done else 0
         case = xml.SubElement(suite, "testcase", classname=path.stem, name=name, time=f"{seconds:.3f}")

@@ -55,7 +55,6 @@ def _follow(answer, dtype, make):
             p.grad, w.grad = g, None if g is None else g.double()
         oracle.step()
         core.call(mine.step)
-        core.require(torch.is_grad_enabled(), "step switched gradients off for the rest of the program")
         for p, m, w, g in zip(params, mine.master, want, grads, strict=True):
             grad = "no gradient" if g is None else "a gradient" if g.any() else "a gradient of zeros"
             what = f"step {i + 1} of {make.func.__name__}, a {_short(dtype)} parameter with {grad}"
