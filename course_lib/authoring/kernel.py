@@ -87,7 +87,9 @@ class Session:
             seconds = time.monotonic() - began
             if seconds > kill_at:
                 self._kill()
-            elif not ran.error and (why := self._over_limit(seconds)):
+                ran.alive = False  # also where the cell has just reacted to the interrupt
+                break
+            if not ran.error and (why := self._over_limit(seconds)):
                 # What eats memory may not react in time.
                 kill_at = seconds + GRACE * ("memory" not in why)
                 ran.error = f"{why} and was stopped"
