@@ -108,7 +108,7 @@ def _check(path):
     if notebook.is_draft(nb):
         return f"{path.stem}: a draft: no recording from a GPU"
     later = ", ".join(cell["id"] for cell in waiting(nb))
-    return f"{path.stem}: up to date" + f"; not recorded on two GPUs yet: {later}" * bool(later)
+    return f"{path.stem}: up to date" + f"; not recorded on so many GPUs yet: {later}" * bool(later)
 
 
 def _record(path, args):
@@ -131,14 +131,14 @@ def store(nb, done, noted, source):
 
     `source` is {commit, clean}, or None to renew marked cells alone. A figure that this run did not make is
     kept while the code still notes it: its cell needs another machine. So is the output of a cell that needs
-    several GPUs where there is one, until its code changes.
+    more GPUs (`metadata.gpus`) than there are, until its code changes.
     """
     now, stamp, new = stamps.hashes(nb), notebook.stamp(nb), {}
-    old, one = stamp.get("cells", {}), torch.cuda.device_count() < 2
+    old, gpus = stamp.get("cells", {}), torch.cuda.device_count()
     for cell in nb["cells"]:
         if ran := done.get(cell["id"]):
             cell["execution_count"] = ran.count
-            if source and one and cell["metadata"].get("gpus"):
+            if source and cell["metadata"].get("gpus", 0) > gpus:
                 if old.get(cell["id"]) != now[cell["id"]]:
                     cell["outputs"] = outputs.clean(ran.outputs)
                     old.pop(cell["id"], None)
