@@ -1,6 +1,7 @@
 "What lesson tensor_parallel keeps outside its cells: the world of ranks, a ring on a virtual clock, a race."
 
 import statistics
+import time
 
 import torch
 import torch.distributed as dist
@@ -154,20 +155,39 @@ def agree(variants, want, within=0.05):
             raise ValueError(f"{name} gives another result: it differs by {off:.2g} of the largest value")
 
 
-def race(variants, rounds=7, calls=40):
+def graphed(fn):
+    "A CUDA graph of `fn()` on this rank's GPU: a call replays it and returns the same memory."
+    for _ in range(3):
+        fn()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread may call CUDA
+        out = fn()
+
+    def replay():
+        graph.replay()
+        return out
+
+    return replay
+
+
+def race(variants, rounds=7, calls=10, rest=0.06, warm=2):
     """Seconds of a call on the slower of the ranks' GPUs: {name: (median, least, most)} of `rounds`.
 
-    The variants take turns. Before `calls` calls between two CUDA events as many others run: a GPU that comes
-    from a rest has a higher clock for some milliseconds.
+    The variants take turns. Before each the GPUs rest for `rest` seconds and make `warm` calls; then `calls`
+    calls are timed together, between two CUDA events.
     """
     took = {name: [] for name in variants}
     for _ in range(rounds):
         for name, fn in variants.items():
             torch.cuda.synchronize()
+            time.sleep(rest)
             dist.barrier()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for i in range(2 * calls):
-                if i == calls:
+            for i in range(warm + calls):
+                if i == warm:
                     start.record()
                 fn()
             end.record()
