@@ -215,6 +215,8 @@ def vocab_cross_entropy(answer):
         group, found = run(size, body, what)
         for rank, got in enumerate(found):
             got = core.parts(got, "loss grad", f"{what}: rank {rank}")
+            tensor = isinstance(got[0], torch.Tensor)
+            core.require(tensor, f"{what}: expected the loss as a tensor, got {core.kind(got[0])}")
             core.close(got[0], loss.item(), f"{what}: loss on rank {rank}", *AGREE[dtype])
             part = want[:, starts[rank] :][:, : widths[rank]]
             core.close(
