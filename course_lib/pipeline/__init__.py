@@ -36,11 +36,10 @@ class Mail:
     `send(kind, microbatch, stage, tensor)` begins to send to the rank of `stage`, `receive(kind, microbatch,
     stage)` waits for it. Each pair of ranks has a group for each direction, and the order of messages in it
     is the plan's. So a send never waits behind a receive, and no tags are needed, which NCCL doesn't have.
-    `ahead` messages more are asked for early, so that they travel while this rank computes.
     """
 
-    def __init__(self, plan, shape, dtype=torch.float32, device="cpu", ahead=1, ctas=None):
-        self.home, self.me, self.ahead = homes(plan), dist.get_rank(), ahead
+    def __init__(self, plan, shape, dtype=torch.float32, device="cpu"):
+        self.home, self.me = homes(plan), dist.get_rank()
         self.new = functools.partial(torch.empty, shape, dtype=dtype, device=device)
         routes = collections.defaultdict(list)
         for source, row in enumerate(plan):
@@ -49,9 +48,9 @@ class Mail:
                 if self.home.get(to, source) != source:
                     key = ("F" if kind == "F" else "B", microbatch, to)
                     routes[source, self.home[to]].append(key)
-        self.groups = {pair: _one_way(pair, ctas) for pair in sorted(routes)}  # every rank makes all
+        self.groups = {pair: _one_way(pair) for pair in sorted(routes)}  # every rank makes all
         self.due = {s: collections.deque(keys) for (s, d), keys in routes.items() if d == self.me}
-        self.asked, self.kept, self.sending = {}, {}, []
+        self.kept, self.sending = {}, []
 
     def send(self, kind, microbatch, stage, tensor):
         to = self.home[stage]
@@ -61,22 +60,12 @@ class Mail:
             self.sending.append((_p2p(dist.isend, tensor, to, self.groups[self.me, to]), tensor))
 
     def receive(self, kind, microbatch, stage):
-        key = kind, microbatch, stage
-        if key in self.kept:
-            return self.kept.pop(key)
         source = self.home[stage - 1 if kind == "F" else stage + 1]
-        while key not in self.asked:
-            self._ask(source)
-        work, tensor = self.asked.pop(key)
-        work.wait()
-        while self.due[source] and len(self.asked) < self.ahead:
-            self._ask(source)
-        return tensor
-
-    def _ask(self, source):
-        tensor = self.new()
-        work = _p2p(dist.irecv, tensor, source, self.groups[source, self.me])
-        self.asked[self.due[source].popleft()] = work, tensor
+        while (kind, microbatch, stage) not in self.kept:  # what was sent before it is kept for later
+            tensor = self.new()
+            _p2p(dist.irecv, tensor, source, self.groups[source, self.me]).wait()
+            self.kept[self.due[source].popleft()] = tensor
+        return self.kept.pop((kind, microbatch, stage))
 
     def finish(self):
         "Wait until everything is sent."
@@ -90,23 +79,19 @@ def _p2p(call, tensor, peer, group):
 
 
 @functools.cache
-def _one_way(pair, ctas):
+def _one_way(pair):
     "The group of one direction between two ranks; the first message is sent here, where all ranks are."
-    options = None
-    if dist.get_backend() == "nccl" and ctas:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = ctas  # a message that waits for its partner takes so many of the GPU's SMs
-    group = dist.new_group(pair, pg_options=options)
-    if dist.get_rank() in pair:
+    group, rank = dist.new_group(pair), dist.get_rank()
+    if rank in pair:
         first = torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        call, peer = (dist.isend, pair[1]) if dist.get_rank() == pair[0] else (dist.irecv, pair[0])
+        call, peer = (dist.isend, pair[1]) if rank == pair[0] else (dist.irecv, pair[0])
         _p2p(call, first, peer, group).wait()
     return group
 
 
-def message_seconds(shape, dtype=torch.bfloat16, ctas=4, times=10):
+def message_seconds(shape, dtype=torch.bfloat16, times=10):
     "Seconds of a message from rank 0 to rank 1, alone, on GPUs; every rank calls it."
-    group, rank = _one_way((0, 1), ctas), dist.get_rank()
+    group, rank = _one_way((0, 1)), dist.get_rank()
     tensor, spans = torch.empty(shape, dtype=dtype, device="cuda"), Spans(gpu=True)
     spans.start()
     with spans("messages"):

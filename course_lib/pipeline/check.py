@@ -42,6 +42,10 @@ def _times(plan):
     return {op: (where[op], ends[op] - TICKS[op[0]], ends[op]) for op in order}, None
 
 
+def _short_text(got):
+    return str(got).splitlines()[0][:60] if isinstance(got, list | tuple | str | bool) else core.kind(got)
+
+
 def _words(op):
     return f"{op[0]} of microbatch {op[1]} in stage {op[2]}"
 
@@ -59,7 +63,7 @@ def _judged(answer, args, p, m, stages, kinds):
         for op in row:
             fits = isinstance(op, tuple) and len(op) == 3 and op[0] in tuple(kinds)
             fits = fits and op[1] in range(m) and op[2] in range(stages)
-            core.require(fits, f"{what}: expected (kind, microbatch, stage), {form}, got {str(op)[:40]}")
+            core.require(fits, f"{what}: expected (kind, microbatch, stage), {form}, got {_short_text(op)}")
             home = op[2] % p
             core.require(home == rank, f"{what}: rank {rank} has {_words(op)}, which is on rank {home}")
             core.require(op not in seen, f"{what}: {_words(op)} is there twice")
@@ -107,20 +111,24 @@ def _sizes(n=5):
 @core.exercise("pipeline.1", "every reason named, on random plans; those that can run pass")
 def problem(answer):
     core.need_callable(answer)
-    for _ in range(6):
-        p, v = random.randint(2, 4), random.choice((1, 1, 2))
+    for v in (1, 2, 1, 2):
+        p = random.randint(2, 4)
         m = p * random.randint(1, 2) if v > 1 else random.randint(2, 6)
         for halves in (False, True):
             plan = _valid_plan(p, v, m, halves)
             _reason(answer, plan, None, None, "a plan that can run")
             for kind in "FIW" if halves else "FB":
-                op = random.choice([o for row in plan for o in row if o[0] == kind])
+                s = p * v - 1 if kind == "F" else random.randrange(p * v)
+                op = kind, random.randrange(m), s
                 less = [[o for o in row if o != op] for row in plan]
                 _reason(answer, less, "missing", {op}, f"a plan without {_words(op)}")
             i, s = op[1:]
             first = [[o for o in row if o[1:] != (i, s) or o[0] == "F"] for row in plan]
             words = f"a plan where microbatch {i} has only F in stage {s}"
             _reason(answer, first, "missing", {("B", i, s)}, words)
+            lost = [[o for o in row if o[1] < m - 1 or k] for k, row in enumerate(plan)]
+            firsts = {o for o in plan[0] if o[:2] == ("F", m - 1)}
+            _reason(answer, lost, "missing", firsts, f"a plan whose rank 0 has no microbatch {m - 1}")
             for a, b in ("FI", "IW") if halves else ("FB",):
                 a, b = (a, i, s), (b, i, s)
                 swapped = [[{a: b, b: a}.get(o, o) for o in row] for row in plan]
@@ -145,14 +153,15 @@ def _reason(answer, plan, reason, ops, words):
         else f"{len(plan)} ranks, {len({o[1] for r in plan for o in r})} microbatches"
     )
     if reason is None:
-        core.require(got is None, f"{words} ({shown}): expected None, got {str(got)[:60]}")
+        core.require(got is None, f"{words} ({shown}): expected None, got {_short_text(got)}")
         return
     core.require(got is not None, f"{words} ({shown}): expected ({reason!r}, op), got None")
     named, op = core.parts(got, "reason op", f"{words} ({shown})")
     core.equal(named, reason, f"{words} ({shown}): the reason")
     op = tuple(op) if isinstance(op, list | tuple) else op
     core.require(
-        op in ops, f"{words} ({shown}): expected {' or '.join(map(str, sorted(ops)[:2]))}, got {str(op)[:40]}"
+        op in ops,
+        f"{words} ({shown}): expected {' or '.join(map(str, sorted(ops)[:2]))}, got {_short_text(op)}",
     )
 
 
@@ -209,10 +218,10 @@ def gpipe(answer):
 
 @core.exercise("pipeline.3", "bubble and kept microbatches of any plan, with times of any kind")
 def cost(answer):
-    for _ in range(8):
-        p, m = random.randint(1, 5), random.randint(1, 7)
-        plan, begin = _valid_plan(p, random.choice((1, 2)), m, random.random() < 0.5), random.uniform(0.5, 9)
-        spans, work = [], 0
+    late = [(kind, int(i), 0) for kind, i in zip("FIFWIFWIW", "001012122", strict=True)]  # W ends, I doesn't
+    plans = [_valid_plan(random.randint(1, 5), v, random.randint(1, 7), v > 1) for v in (1, 1, 1, 2, 2, 2)]
+    for plan in [[late], [late[:2] + late[3:4], late], *plans]:
+        p, begin, spans, work = len(plan), random.uniform(0.5, 9), [], 0
         for row in plan:
             now, found = begin + random.random(), []
             for op in row:
@@ -227,7 +236,7 @@ def cost(answer):
         core.close(bubble, 1 - work / (p * (last - first)), f"{what}: the bubble")
         want = [_most(row) for row in plan]
         good = isinstance(kept, list | tuple) and list(kept) == want
-        core.require(good, f"{what}: expected {want} microbatches kept by rank, got {str(kept)[:60]}")
+        core.require(good, f"{what}: expected {want} microbatches kept by rank, got {_short_text(kept)}")
 
 
 @core.exercise("pipeline.4", "GPipe's time with min(m, p - r) microbatches kept, for any numbers")
@@ -286,6 +295,8 @@ def _input_half(answer, oracle, model, x):
     core.require(good, f"{what}: expected {len(outs)} gradients, one for each output, got {core.kind(grads)}")
     for k, (g, want) in enumerate(zip(grads, wants[1:], strict=True)):
         core.close(g, want.grad, f"{what}: the gradient of outs[{k}]", 1e-3, 1e-5)
+    graph = of_x.requires_grad or any(g.requires_grad for g in grads)
+    core.require(not graph, f"{what}: the gradients keep a graph of their own; call without create_graph")
     untouched = x.grad is None and all(p.grad is None for p in model.parameters())
     core.require(untouched, f"{what} fills .grad; torch.autograd.grad returns gradients instead")
     most, cure = forward.get_total_flops(), "it must not compute the gradients of weights"

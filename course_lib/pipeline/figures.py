@@ -80,7 +80,7 @@ def draw_bubbles(rows):
             ax.annotate(
                 f"{value:.0f}", (x, value), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=7
             )
-    ax.set_xticks(range(len(rows)), list(rows), fontsize=8)
+    ax.set_xticks(range(len(rows)), list(rows), fontsize=7)
     ax.set(ylabel="bubble, %", ylim=(0, None))
     ax.grid(axis="x", visible=False)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8)
