@@ -31,12 +31,14 @@ def draw_plans(runs, unit="ticks", scale=1):
     )
     kinds = {op[0] for spans in runs.values() for row in spans for op, _, _ in row}
     for ax, (name, spans) in zip(axs[:, 0], runs.items(), strict=True):
-        end = max(row[-1][2] for row in spans)
-        idle = 1 - sum(b - a for row in spans for _, a, b in row) / (len(spans) * end)
+        begin, end = min(row[0][1] for row in spans), max(row[-1][2] for row in spans)
+        idle = 1 - sum(b - a for row in spans for _, a, b in row) / (len(spans) * (end - begin))
         _lanes(ax, spans, scale, max(map(len, spans)) <= 40)
         ax.axvline(end * scale, color=COLOURS[6], linewidth=1, linestyle=":")
         ax.set_title(f"{name}: {end * scale:,.4g} {unit}, idle {100 * idle:.0f} %", fontsize=9)
-    axs[-1, 0].set_xlabel(f"{unit} (numbers: microbatches; grey: idle)")
+    several = any(len({op[2] for op, _, _ in row}) > 1 for spans in runs.values() for row in spans)
+    lighter = "; lighter: a later stage of the rank" * several
+    axs[-1, 0].set_xlabel(f"{unit} (numbers: microbatches; grey: idle{lighter})")
     axs[-1, 0].set_xlim(0, None)
     handles = [axs[0, 0].barh(0, 0, color=KINDS[k][1], label=KINDS[k][0]) for k in KINDS if k in kinds]
     fig.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=8)
