@@ -71,9 +71,9 @@ def view_plan(found):
 
 
 def draw_bubbles(rows):
-    "Bubbles of real steps: {name: (formula, clock with measured durations, measured)}, in parts of 1."
+    "Bubbles of real steps: {name: (formula, clock with measured seconds, measured)}, in parts of 1."
     fig, ax = axes(figsize=(7.4, 3.4))
-    labels = ("formula, equal ticks", "clock, measured parts", "measured")
+    labels = ("formula, equal ticks", "clock, measured operations", "measured")
     for k, (label, colour) in enumerate(zip(labels, ("#c9d5e3", "#7ba7d0", COLOURS[0]), strict=True)):
         at = [i + 0.27 * (k - 1) for i in range(len(rows))]
         values = [100 * row[k] for row in rows.values()]
