@@ -108,7 +108,8 @@ SEERS = {  # each shows another mistake
     "filled from behind": _filled_back,
     "the step after next": lambda p: np.append(np.diff(p)[1:], [np.nan, np.nan]),
     "below the highest of all": lambda p: p.max() - p,
-    "by the spread at the end": lambda p: p / p[-9:].std(),
+    "less the spread at the end": lambda p: p - p[-9:].std(),
+    "the spread of all, rounded": lambda p: np.full(len(p), np.round(p.std() / 3)),
     "a little of the end": lambda p: p + 1e-3 * p[-1],
     "begins with the mean of all": lambda p: np.where(np.arange(len(p)) < 9, p.mean(), p),
 }
@@ -122,7 +123,8 @@ def look_ahead(answer):
     for case in cases:
         columns = case + random.sample(list(HONEST), 3)
         columns = random.sample(columns, len(columns))
-        prices = 50 + np.cumsum(np.random.randn(random.randrange(90, 130)))
+        walk = np.cumsum(np.random.randn(random.randrange(90, 130)))
+        prices = 50 + 5 * walk / walk.std()
         # One time alone shows what is filled from behind, and it isn't the first or the last.
         times = sorted([45, *random.sample([t for t in range(20, 80) if t % 7 != 3], 12), 21, 78])
         kept = prices.copy()
@@ -153,10 +155,10 @@ def half_life(answer):
     core.need_callable(answer)
     for case in range(5):
         rows, ages = random.randrange(24, 36), random.randrange(9, 14)
-        age, lives = np.sort(np.random.uniform(100, 9000, ages)), np.geomspace(150, 60_000, 60)
+        age, lives = np.sort(np.random.uniform(100, 9000, ages)), np.geomspace(150, 60_000, 120)
         size = np.random.uniform(0.05, 0.3) * np.exp(np.random.randn(rows, 1))
         if case == 0:  # models of one half-life and many sizes: whatever is drawn, it is the same
-            scores = size * 2 ** (-age / lives[random.randrange(20, 35)])
+            scores = size * 2 ** (-age / lives[random.randrange(40, 70)])
         else:  # of many half-lives, and with noise, so that some means are below 0
             scores = 0.2 * 2 ** (-age / (2000 * np.exp(0.7 * np.random.randn(rows, 1))))
             scores = scores + 0.06 * np.random.randn(rows, ages) * (case % 2) - 0.01
@@ -166,7 +168,7 @@ def half_life(answer):
         core.close(got[0], _lives(scores.mean(0), age, lives), f"the half-life, {what}", 1e-6)
         drawn = scores[np.random.randint(0, rows, (3000, rows))].mean(1)
         want = np.percentile(_lives(drawn, age, lives), (2.5, 97.5))
-        near = 0.17 * math.log(want[1] / want[0]) + 0.11 * (case > 0) + 1e-6  # a grid's step is 0.1
+        near = 0.17 * math.log(want[1] / want[0]) + 0.06 * (case > 0) + 1e-6  # a grid's step is 0.05
         for name, value, true in zip(("low", "high"), got[1:], want, strict=True):
             good = value > 0 and abs(math.log(value / true)) < near
             found = f"expected about {true:,.0f}, got {value:,.0f}"
@@ -247,6 +249,8 @@ def serve(answer):
     for case in range(40):
         most, wait = random.choice((1, 2, 3, 5, 8)), random.choice((0, 3, 10, 25))
         n = 0 if case == 7 else random.randrange(1, 60)
+        if case in (4, 8):  # the last batch is full
+            n, most, wait = 5, 5, 25
         gaps = [random.choice((0, 0, 1, 2, 9)) if case % 3 else random.randrange(0, 12) for _ in range(n)]
         arrivals = np.cumsum([random.randrange(1, 20), *gaps])[1:].tolist() if n else []
         table = [0, *sorted(random.sample(range(2, 40), most))]
