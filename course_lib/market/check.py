@@ -153,7 +153,7 @@ def _lives(means, age, lives):
 @core.exercise("market.3", "half-life by least squares, interval over whole models")
 def half_life(answer):
     core.need_callable(answer)
-    for case in range(5):
+    for case in range(4):
         rows, ages = random.randrange(24, 36), random.randrange(9, 14)
         age, lives = np.sort(np.random.uniform(100, 9000, ages)), np.geomspace(150, 60_000, 120)
         size = np.random.uniform(0.05, 0.3) * np.exp(np.random.randn(rows, 1))
@@ -166,7 +166,7 @@ def half_life(answer):
         got = _unchanged(answer, what, scores, age, lives, draws, np.random.default_rng(case))
         got = [core.number(g, what) for g in core.parts(got, "life low high", what)]
         core.close(got[0], _lives(scores.mean(0), age, lives), f"the half-life, {what}", 1e-6)
-        drawn = scores[np.random.randint(0, rows, (3000, rows))].mean(1)
+        drawn = scores[np.random.randint(0, rows, (2000, rows))].mean(1)
         want = np.percentile(_lives(drawn, age, lives), (2.5, 97.5))
         near = 0.17 * math.log(want[1] / want[0]) + 0.06 * (case > 0) + 1e-6  # a grid's step is 0.05
         for name, value, true in zip(("low", "high"), got[1:], want, strict=True):
