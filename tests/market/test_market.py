@@ -100,3 +100,17 @@ def test_figures_can_be_drawn():
         figures.view_queue(found),
     ):
         assert all(ax.get_xlabel() for ax in fig.axes)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernel_forecasts_as_the_net_does():
+    net = models.mlp([64, 64, 64, 1]).requires_grad_(False)
+    torch.nn.init.zeros_(net[-1].bias)
+    weights = [t.cuda() for t in market.stacked(net, torch.bfloat16)]
+
+    def body(x, y):
+        solutions.mlp_kernel[(1,)](x, *weights, y, LAYERS=2, WIDTH=64, BLOCK=64)
+
+    assert market.error_of(body, net) < 1e-4
+    (found,) = market.gpu_us({"mine": body}, 64).values()
+    assert len(found) == 7 and min(found) > 0
