@@ -75,11 +75,6 @@ def empty_test(start, end, lo, hi, embargo=None):
         return np.flatnonzero(end < lo), np.array([], int)
 
 
-def masks(start, end, lo, hi, embargo=None):
-    found = solutions.leak_free(start, end, lo, hi, embargo)
-    return [np.isin(np.arange(len(start)), part) for part in found]
-
-
 # --- market.2: look_ahead ---------------------------------------------------------------------
 
 
@@ -203,17 +198,6 @@ def a_shuffle(scores, rng):
     return scores[rng.permutation(len(scores))]
 
 
-def few_rows(scores, rng):
-    return scores[rng.integers(0, len(scores), len(scores) // 4)]
-
-
-def of_all_scores(age, lives):
-    def fit(m):
-        return lives[np.abs(np.log(np.interp(m[0] / 2, m[::-1], age[::-1]) / lives)).argmin()]
-
-    return fit
-
-
 def by_logs(age, lives):
     def fit(m):
         slope = np.polyfit(age, np.log2(np.maximum(m, 1e-6)), 1)[0]
@@ -255,7 +239,7 @@ def percentile_by_counts(latencies, p):
     return next(x for k, x in enumerate(sorted(latencies), 1) if k * 100 >= p * n)
 
 
-def timer(warm_sync=True, begin="due", sync=True, warms=True, late=True, wait=True, reset=False):
+def timer(warm_sync=True, begin="due", sync=True, warms=True, late=True):
     def fn(answer, arrivals, clock, warm=10):
         zero = clock.now()
         for _ in range(warm if warms else 0):
@@ -265,8 +249,7 @@ def timer(warm_sync=True, begin="due", sync=True, warms=True, late=True, wait=Tr
         zero = zero if begin == "before" else clock.now()
         found = []
         for due in arrivals:
-            if wait:
-                clock.wait_until(zero + due)
+            clock.wait_until(zero + due)
             started = clock.now()
             answer()
             if sync:
@@ -274,8 +257,6 @@ def timer(warm_sync=True, begin="due", sync=True, warms=True, late=True, wait=Tr
             found.append(clock.now() - (started if begin == "start" else zero + due))
             if not late and clock.now() > zero + due + 50:
                 zero = clock.now() - due  # the schedule moves with the server
-        if sync is None:
-            clock.sync()
         return found
 
     return fn
@@ -289,14 +270,6 @@ def quantile(place=lambda n, p: math.ceil(p * n / 100) - 1, fewest=lambda n, p: 
         return sorted(latencies)[min(n - 1, place(n, p))]
 
     return fn
-
-
-def sorts_the_list(latencies, p):
-    if isinstance(latencies, list):
-        latencies.sort()
-    else:
-        latencies[:] = np.sort(latencies)
-    return solutions.percentile(latencies, p)
 
 
 def interpolated(latencies, p):
@@ -407,7 +380,7 @@ def by_bisect(arrivals, cost, most, wait):
     return out
 
 
-def server(wait_from="oldest", full=True, size=None, inclusive=True, busy=True, most_counts=True, each=False):
+def server(wait_from="oldest", full=True, inclusive=True, busy=True, most_counts=True, each=False):
     def fn(arrivals, cost, most, wait):
         found, free, first = [], 0.0, 0
         while first < len(arrivals):
@@ -420,19 +393,12 @@ def server(wait_from="oldest", full=True, size=None, inclusive=True, busy=True, 
                     break
                 last += 1
             n = last - first
-            free = start + (sum(cost(1) for _ in range(n)) if each else cost(size(n, most) if size else n))
+            free = start + (sum(cost(1) for _ in range(n)) if each else cost(n))
             found += [free - a for a in arrivals[first:last]]
             first = last
         return found
 
     return fn
-
-
-def from_the_start(arrivals, cost, most, wait):
-    taken = []
-    late = solutions.serve(arrivals, lambda n: taken.append((n, cost(n))) or taken[-1][1], most, wait)
-    costs = [c for n, c in taken for _ in range(n)]
-    return [min(x, c) for x, c in zip(late, costs, strict=True)]
 
 
 RIGHT = {
@@ -455,7 +421,6 @@ MUTANTS = {
         no_embargo_is_zero,
         zero_is_no_embargo,
         empty_test,
-        masks,
     ],
     "market.2": [
         named("a constant added", looker(future=lambda p, t: p[t + 1 :] + 50)),
@@ -472,11 +437,9 @@ MUTANTS = {
     "market.3": [
         named("single cells", lifer(pick=cells)),
         named("drawn without replacement", lifer(pick=a_shuffle)),
-        named("few rows", lifer(pick=few_rows)),
         named("quartiles", lifer(level=(25, 75))),
         named("natural", lifer(curve=lambda age, lives: np.exp(-age / lives[:, None]))),
         named("the median", lifer(mean=lambda s: np.median(s, 0))),
-        named("where it is half", lifer(fit_of=of_all_scores)),
         named("logarithms", lifer(fit_of=by_logs)),
         named("low and high swapped", lifer(level=(97.5, 2.5))),
     ],
@@ -487,12 +450,10 @@ MUTANTS = {
         (named("warm up not awaited", timer(warm_sync=False)), p),
         (named("the warm up counts", timer(begin="before")), p),
         (named("a schedule that moves", timer(late=False)), p),
-        (named("does not wait", timer(wait=False)), p),
         (m, interpolated),
         (m, named("one further", quantile(place=lambda n, p: int(p * n / 100)))),
         (m, named("any number", quantile(fewest=lambda n, p: n < 2))),
         (m, named("more than ten", quantile(fewest=lambda n, p: n * (100 - p) <= 1000))),
-        (m, sorts_the_list),
     ],
     "market.5": [
         kernels([("tl.maximum(", "("), (" + b, 0.0)", " + b)")], []),
@@ -517,9 +478,7 @@ MUTANTS = {
         named("any size", server(most_counts=False)),
         named("at that moment too late", server(inclusive=False)),
         named("many servers", server(busy=False)),
-        named("pays for a full batch", server(size=lambda n, most: most)),
         named("one cost each", server(each=True)),
-        from_the_start,
         named("no wait", lambda a, c, most, wait: solutions.serve(a, c, most, 0)),
         named("one request too few", lambda a, c, most, wait: solutions.serve(a, c, max(1, most - 1), wait)),
     ],
