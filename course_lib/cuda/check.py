@@ -1,0 +1,175 @@
+"Checks of cuda. Oracles: PyTorch in float64, counts of loads by formula, the rules of NVIDIA's occupancy calculator."
+
+import random
+
+import torch
+
+from course_lib import checking as core
+from course_lib.checking import require, yours  # noqa: F401
+from course_lib.cuda.kernel import Kernel, KernelError
+
+
+class Launch:
+    "An answer's kernel, launched on fresh tensors that are counted; what is wrong becomes one sentence."
+
+    def __init__(self, answer, *parameters):
+        core.need_callable(answer, "a function that returns the kernel's source")
+        source = core.call(answer)
+        name = getattr(answer, "__name__", "the function")
+        require(isinstance(source, str), f"{name} returns {core.kind(source)}; expected a string with CUDA C++")
+        self.kernel = self._or_wrong(Kernel, source)
+        declared = [(n, "*" in p) for n, p in self.kernel.parameters.items()]
+        wanted = [(p.strip("*"), p.startswith("*")) for p in parameters]
+        shown = ", ".join(parameters)
+        require([d[1] for d in declared] == [w[1] for w in wanted],
+                f"the kernel takes ({', '.join('*' * p + n for n, p in declared)}); expected ({shown})")  # fmt: skip
+        self.names = [n for n, _ in declared]
+
+    def _or_wrong(self, fn, *args, **kwargs):
+        try:
+            return fn(*args, **kwargs)
+        except KernelError as e:
+            raise core.Wrong(f"{self.what}{e}"[:420]) from None
+
+    what = ""
+
+    def run(self, what, grid, block, *args, reads=(), writes=(), backwards=None):
+        "Counts of a launch. `reads` and `writes` name, by place, tensors that must move once: {place: elements}."
+        self.what = f"{what}: "
+        backwards = random.random() < 0.5 if backwards is None else backwards
+        kept = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        counts = self._or_wrong(self.kernel.count, grid, block, *args, backwards=backwards)
+        require(not counts.problems, f"{what}: {counts.problems[0] if counts.problems else ''}"[:420])
+        for place, (now, was) in enumerate(zip(args, kept, strict=True)):
+            same = place in writes or not isinstance(now, torch.Tensor) or torch.equal(now, was)
+            require(same, f"{what}: the kernel changes {self.names[place]}, which it should only read")
+        for verb, moved, wanted in (("load", counts.loads, reads), ("store", counts.stores, writes)):
+            for place, elements in dict(wanted).items():
+                name = self.names[place]
+                got = moved.get(name)
+                bytes_each = args[place].element_size()
+                moved_bytes = 0 if got is None else self._bytes(counts, verb, name)
+                if elements is not None and moved_bytes != elements * bytes_each:
+                    raise core.Wrong(f"{what}: the threads {verb} {moved_bytes // bytes_each:,} elements of {name}, "
+                                     f"expected {elements:,}")  # fmt: skip
+        return counts
+
+    def _bytes(self, counts, verb, name):
+        kinds = verb, "atomic"
+        return sum(t.moved for _, kind, n, t in counts.rows if n == name and kind in kinds)
+
+    def coalesced(self, counts, places, what):
+        "Each request of a warp touches no more sectors than its bytes need, and one for a ragged start."
+        for line, kind, name, t in counts.rows:
+            if name in [self.names[p] for p in places] and t.sectors > t.bytes / 32 + 2 * t.requests:
+                raise core.Wrong(f"{what}: a warp's {kind} of {name} touches {t.sectors / t.requests:.1f} sectors of 32 "
+                                 f"bytes, where {max(1, t.bytes / 32 / t.requests):.1f} hold its data; "
+                                 f"let neighbouring lanes take neighbouring elements: {self.kernel.line(line)}")  # fmt: skip
+
+    def no_conflicts(self, counts, what):
+        "No two lanes of a warp need different words of one bank."
+        for line, kind, name, t in counts.rows:
+            if name == "shared" and t.passes > t.needed:
+                raise core.Wrong(f"{what}: a {kind} of shared memory takes {t.passes / t.requests:.1f} passes, where "
+                                 f"{t.needed / t.requests:.1f} would do: its lanes meet in a bank: {self.kernel.line(line)}")  # fmt: skip
+
+
+@core.exercise("cuda.1", "right for any n, grid and block; each element moves once, coalesced")
+def saxpy(answer):
+    run = Launch(answer, "n", "a", "*x", "*y")
+    sizes = [(1, 2, 64), (100, 1, 32), *((random.randrange(300, 3000), random.randrange(1, 7), b) for b in (64, 96, 256))]
+    for n, grid, block in [*sizes, (random.randrange(40, 90), 3, 128)]:
+        a = random.uniform(-2, 3)
+        x, y = torch.randn(n), torch.randn(n + 3)  # three elements more, which are not the kernel's
+        want = y.double()
+        want[:n] += a * x.double()
+        what = f"n = {n:,} with {grid} blocks of {block} threads"
+        counts = run.run(what, grid, block, n, a, x, y, reads={2: n, 3: n}, writes={3: n})
+        core.close(y, want, f"y, {what}", rtol=1e-5, atol=1e-5)
+        run.coalesced(counts, (2, 3), what)
+
+
+@core.exercise("cuda.2", "right for ragged sizes; loads and stores coalesced; no bank conflict, no race")
+def transpose(answer):
+    run = Launch(answer, "*x", "*y", "rows", "columns")
+    sizes = [(64, 96), (random.randrange(33, 64), random.randrange(65, 96)), (random.randrange(65, 110), 40), (5, 70)]
+    for rows, columns in sizes:
+        x, y = torch.randn(rows, columns), core.poison(columns, rows)
+        what, n = f"{rows} x {columns}", rows * columns
+        grid = -(-columns // 32), -(-rows // 32)
+        counts = run.run(what, grid, (32, 8), x, y, rows, columns, reads={0: n}, writes={1: n})
+        core.close(y, x.T, f"y, {what}", 0, 0)
+        run.coalesced(counts, (0, 1), what)
+        run.no_conflicts(counts, what)
+
+
+@core.exercise("cuda.3", "right sums in both orders of threads, with no race and no barrier that a thread misses")
+def scan(answer):
+    run = Launch(answer, "*x", "*out", "n")
+    for block, n in ((32, 32), (64, 50), (96, 96), (256, 199), (random.choice((128, 160)), 97), (1024, 1000)):
+        blocks = random.randrange(2, 4)
+        x, out = torch.randint(-9, 10, (blocks, n)).float(), core.poison(blocks, n)
+        for backwards in (False, True):
+            what = f"{blocks} rows of {n}, blocks of {block} threads" + ", the last thread first" * backwards
+            run.run(what, blocks, block, x, out, n, reads={0: blocks * n}, writes={1: None}, backwards=backwards)
+            core.close(out, x.cumsum(1), f"out, {what}", 0, 0)
+
+
+@core.exercise("cuda.4", "right for any n, grid and block; each element loaded once, coalesced; one atomic a block")
+def total(answer):
+    run = Launch(answer, "*x", "*out", "n")
+    sizes = [(1, 1, 32), (random.randrange(5, 30), 2, 64), (4096, 2, 512), (4099, 3, 96), (30_001, 5, 1024)]
+    for n, grid, block in [*sizes, (random.randrange(2000, 6000), random.randrange(2, 9), 256)]:
+        x = torch.randint(-99, 100, (n,)).float() / 8  # sums of eighths are exact
+        start = float(random.randrange(1, 50))
+        out = torch.tensor([start, -1.0])
+        what = f"n = {n:,} with {grid} blocks of {block} threads"
+        counts = run.run(what, grid, block, x, out, n, reads={0: n}, writes={1: None})
+        core.close(out[0].item(), start + x.double().sum().item(), f"out[0], {what}", 1e-6, 1e-4)
+        require(out[1] == -1, f"{what}: only out[0] may change, and out[1] did")
+        rows = [(kind, t.accesses) for _, kind, name, t in counts.rows if name == run.names[1]]
+        atomics = sum(k for kind, k in rows if kind == "atomic")
+        require(atomics <= grid and len(rows) == sum(kind == "atomic" for kind, _ in rows),
+                f"{what}: out is accessed {sum(k for _, k in rows)} times; expected one atomicAdd for each block")  # fmt: skip
+        run.coalesced(counts, (0,), what)
+        run.no_conflicts(counts, what)
+
+
+@core.exercise("cuda.5", "right for ragged sizes; loads as the formula says; no bank conflict, no race")
+def matmul(answer):
+    run = Launch(answer, "*a", "*b", "*c", "m", "n", "k")
+    for m, n, k in ((32, 48, 64), (random.randrange(17, 31), random.randrange(33, 47), random.randrange(49, 63)),
+                    (7, 40, 21), (40, 5, 16 * random.randrange(1, 4) + 1)):  # fmt: skip
+        a, b, c = torch.randn(m, k) + 0.5, torch.randn(k, n) - 0.5, core.poison(m, n)
+        grid, what = (-(-n // 16), -(-m // 16)), f"{m} x {k} by {k} x {n}"
+        reads = {0: m * k * grid[0], 1: k * n * grid[1]}
+        counts = run.run(what, grid, (16, 16), a, b, c, m, n, k, reads=reads, writes={2: m * n})
+        core.close(c, a.double() @ b.double(), f"c, {what}", rtol=1e-4, atol=1e-4)
+        run.no_conflicts(counts, what)
+        for name, t in counts.loads.items():
+            least = t.bytes / 32
+            require(name == "shared" or t.sectors <= 2 * least + 2 * t.requests,
+                    f"{what}: a warp's load of {name} touches {t.sectors / t.requests:.1f} sectors: let threadIdx.x "
+                    f"run along its rows")  # fmt: skip
+
+
+@core.exercise("cuda.6", "blocks as NVIDIA's calculator has them for 400 kernels, and the warps of Little's law")
+def occupancy(resident_blocks, warps_needed):
+    core.need_callable(resident_blocks)
+    core.need_callable(warps_needed)
+    fixed = [(157, 36, 0), (25, 107, 9182), (1024, 65, 0), (32, 16, 0), (256, 32, 232448), (292, 199, 10994), (64, 32, 96)]
+    drawn = [(random.randrange(1, 1025), random.randrange(16, 129), random.choice((0, random.randrange(30_000),
+              random.randrange(232_449)))) for _ in range(393)]  # fmt: skip
+    for threads, registers, shared in fixed + drawn:
+        warps, each = -(-threads // 32), -(-registers * 32 // 256) * 256
+        want = min(32, 64 // warps, 16_384 // each * 4 // warps, 233_472 // (-(-(shared + 1024) // 128) * 128))
+        want *= -(-warps // 4) * 4 * each <= 65_536
+        got = core.call(resident_blocks, threads, registers, shared)
+        core.equal(got, want, f"blocks of {threads} threads, {registers} registers, {shared:,} bytes", "resident")
+    for _ in range(50):
+        latency, rate, width = random.uniform(2e-7, 1e-6), random.uniform(1e12, 8e12), random.choice((4, 8, 16))
+        loads, processors = random.randrange(1, 9), random.randrange(50, 170)
+        want = latency * rate / processors / (32 * width * loads)
+        got = core.call(warps_needed, latency, rate, processors, width, loads)
+        core.close(got, -(-want // 1), f"warps for {rate / 1e12:.2f} TB/s at {latency * 1e9:.0f} ns on {processors} "
+                   f"multiprocessors, {loads} loads of {width} bytes in flight for each thread", 1e-12, 0)  # fmt: skip
