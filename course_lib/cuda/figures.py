@@ -1,0 +1,54 @@
+"The figures of lesson cuda: functions of plain data that return a matplotlib figure."
+
+from course_lib import show
+from course_lib.triton.figures import draw_bars  # noqa: F401
+
+BLUE, RED, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[6]
+
+
+def draw_sectors(loads, side=64):
+    "Matrices of `side` columns as {label: elements that a warp loads}: these dark, the rest of their sectors light."
+    from matplotlib.patches import Rectangle
+
+    fig, axes = show.axes(1, len(loads), figsize=(3.5 * len(loads), 3.5), squeeze=False)
+    for ax, (label, elements) in zip(axes[0], loads.items(), strict=True):
+        sectors = {e // 8 for e in elements}
+        for s in sectors:
+            ax.add_patch(Rectangle((s * 8 % side, s * 8 // side), 8, 1, fc="#9ecae9", ec="white", lw=0.4))
+        for e in elements:
+            ax.add_patch(Rectangle((e % side, e // side), 1, 1, fc=BLUE, lw=0))
+        ax.set(xlim=(0, side), ylim=(32, 0), xlabel="column", ylabel="row")
+        ax.set_xticks(range(0, side + 1, 16))
+        ax.set_yticks(range(0, 33, 8))
+        ax.set_title(f"{label}: {len(sectors)} sectors of 8 elements\nfor {len(elements)} elements", fontsize=10)
+    return fig
+
+
+def view_schedule(data):
+    "The warps of a scheduler over time: cycles in which one issues an instruction, and its waits for memory."
+    warps = data["warps"]
+    fig, ax = show.axes(figsize=(6.8, 1.2 + min(3.2, 0.22 * warps)))
+    for kind, colour, height in (("waits", "#d9d9d9", 0.45), ("issues", BLUE, 0.85)):
+        for w in range(warps):
+            spans = [(start, end - start) for v, start, end, k in data["spans"] if v == w and k == kind]
+            ax.broken_barh(spans, (w + 0.5 - height / 2, height), color=colour, lw=0)
+    ax.set(xlim=(0, data["cycles"]), ylim=(warps, 0), xlabel="cycle", ylabel="warp")
+    step = max(1, warps // 8)
+    ax.set_yticks([w + 0.5 for w in range(0, warps, step)], range(0, warps, step))
+    ax.grid(False)
+    ax.set_title(f"blue: issues an instruction, grey: waits for memory; the scheduler is busy {data['busy']:.0%}")
+    return fig
+
+
+def draw_warps(measured, predicted, roof):
+    "TB/s by resident warps: {label: {warps: TB/s}} measured as points, predicted as lines up to the roof."
+    fig, ax = show.axes(figsize=(6.8, 3.8))
+    for colour, label in zip(show.COLOURS, measured, strict=False):
+        ax.plot(list(measured[label]), list(measured[label].values()), "o", color=colour, label=label)
+        ax.plot(list(predicted[label]), list(predicted[label].values()), "--", color=colour, lw=1)
+    ax.axhline(roof, color=GREY, lw=1)
+    ax.text(64, roof, "datasheet", ha="right", va="bottom", fontsize=9, color=GREY)
+    ax.set(xlim=(0, 66), ylim=(0, 1.12 * roof), xlabel="warps on each multiprocessor", ylabel="TB/s read")
+    ax.set_xticks(range(0, 65, 8))
+    ax.legend(title="points: measured; dashed: Little's law", loc="lower right")
+    return fig
