@@ -14,7 +14,7 @@ def schedule(warps=4, latency=20, work=3, cycles=120):
     """A scheduler that issues one instruction a cycle: it stays with a warp as long as that one is ready.
 
     Each warp repeats: a load, whose data comes `latency` cycles later, then `work` instructions that need it.
-    Gives {"spans": [(warp, start, end, "issues" or "waits")], "busy": part of the cycles with an instruction}.
+    Gives {"spans": [(warp, start, end, "issues" or "waits")], "busy": part of the cycles, …}.
     """
     ready, left, spans, w = [0] * warps, [0] * warps, [], 0
     for now in range(cycles):

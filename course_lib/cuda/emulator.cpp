@@ -190,6 +190,7 @@ void cuda_atomic(void* at, int bytes) { watch(at, bytes, true, true, __builtin_r
 
 static unsigned wait(State state, unsigned mask, unsigned value, int from, void* at) {
     if (++steps > limit) say("limit %p\n", at), stop();
+    if (state == WARP && !(mask >> number(me) % 32 & 1)) say("mask %p %u %u\n", at, block_number - 1, number(me)), stop();
     me->state = state, me->mask = mask, me->posted = value, me->from = from, me->at = at;
     swapcontext(&me->context, &scheduler);
     return me->result;
@@ -228,6 +229,8 @@ static bool release_warp(size_t first) {
             if (group >> (j - first) & 1) {
                 Thread& u = threads[j];
                 bool there = u.from >= 0 && (group >> u.from & 1);  // an absent lane's value is undefined
+                if (u.from >= 0 && !there && told.insert({u.at, &told}).second)
+                    say("absent %p %u %u %d\n", u.at, block_number - 1, number(&u), u.from);
                 u.result = u.from == -2 ? yes & group : there ? threads[first + u.from].posted : ~0u;
             }
         for (size_t j = first; j < last; j++)
@@ -325,7 +328,7 @@ int main(int, char** v) {
         run_block(reversed);
     }
     for (auto& [key, c] : counts)
-        say("count %llx %d %d %ld %ld %ld %ld %ld %ld %ld\n", (unsigned long long)(key >> 16),
+        say("count 0x%llx %d %d %ld %ld %ld %ld %ld %ld %ld\n", (unsigned long long)(key >> 16),
             int(key >> 2 & 0x3fff) - 1, int(key & 3), c.accesses, c.requests, c.moved, c.bytes, c.sectors, c.passes,
             c.needed);
     stop();

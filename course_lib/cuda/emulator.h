@@ -40,21 +40,21 @@ void cuda_atomic(void* at, int bytes);
 #ifndef __restrict__
 #define __restrict__ __restrict
 #endif
-#define __shared__ static __attribute__((section("cuda_shared")))
+#define __shared__ static __attribute__((section("cuda_shared"), used))
 
 // Values of 8 and 16 bytes move in one access, as on the GPU: a compiler would split them.
 #define CUDA_VECTOR(NAME, T, BYTES, ...)                                                              \
     struct alignas(BYTES) NAME {                                                                      \
         T __VA_ARGS__;                                                                                \
-        NAME() = default;                                                                             \
+        constexpr NAME() = default;                                                                           \
         __attribute__((always_inline)) NAME(const NAME& o) { cuda_copy(this, &o, BYTES); }            \
         __attribute__((always_inline)) NAME& operator=(const NAME& o) {                               \
             cuda_copy(this, &o, BYTES);                                                               \
             return *this;                                                                             \
         }
-#define CUDA_PAIR(NAME, T) CUDA_VECTOR(NAME, T, 8, x, y) NAME(T x, T y) : x(x), y(y) {} }; \
+#define CUDA_PAIR(NAME, T) CUDA_VECTOR(NAME, T, 8, x = 0, y = 0) NAME(T x, T y) : x(x), y(y) {} }; \
     inline NAME make_##NAME(T x, T y) { return NAME(x, y); }
-#define CUDA_FOUR(NAME, T) CUDA_VECTOR(NAME, T, 16, x, y, z, w)                       \
+#define CUDA_FOUR(NAME, T) CUDA_VECTOR(NAME, T, 16, x = 0, y = 0, z = 0, w = 0)                       \
     NAME(T x, T y, T z, T w) : x(x), y(y), z(z), w(w) {} };                           \
     inline NAME make_##NAME(T x, T y, T z, T w) { return NAME(x, y, z, w); }
 CUDA_PAIR(float2, float)
@@ -64,30 +64,31 @@ CUDA_FOUR(float4, float)
 CUDA_FOUR(int4, int)
 CUDA_FOUR(uint4, unsigned)
 
-template <class T> T cuda_move(unsigned mask, T value, int from) {
+#define CUDA_INLINE __attribute__((always_inline)) inline  // the place in the code stays the kernel's line
+template <class T> CUDA_INLINE T cuda_move(unsigned mask, T value, int from) {
     unsigned word[(sizeof(T) + 3) / 4] = {};
     memcpy(word, &value, sizeof(T));
     for (unsigned& w : word) w = cuda_shuffle(mask, w, from);
     memcpy(&value, word, sizeof(T));
     return value;
 }
-template <class T> T __shfl_sync(unsigned mask, T v, int lane, int width = 32) {
+template <class T> CUDA_INLINE T __shfl_sync(unsigned mask, T v, int lane, int width = 32) {
     return cuda_move(mask, v, cuda_lane() / width * width + lane % width);
 }
-template <class T> T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32) {
+template <class T> CUDA_INLINE T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32) {
     int me = cuda_lane();
     return cuda_move(mask, v, me % width + int(delta) < width ? me + int(delta) : me);
 }
-template <class T> T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32) {
+template <class T> CUDA_INLINE T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32) {
     int me = cuda_lane();
     return cuda_move(mask, v, me % width >= int(delta) ? me - int(delta) : me);
 }
-template <class T> T __shfl_xor_sync(unsigned mask, T v, int other, int width = 32) {
+template <class T> CUDA_INLINE T __shfl_xor_sync(unsigned mask, T v, int other, int width = 32) {
     int me = cuda_lane(), at = me ^ other;
     return cuda_move(mask, v, at / width == me / width ? at : me);
 }
-inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
-inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
+CUDA_INLINE int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
+CUDA_INLINE int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
 
 #define CUDA_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 #define CUDA_ATOMIC(NAME, ...)                                                          \

@@ -7,7 +7,7 @@ BLUE, RED, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[6]
 
 
 def draw_sectors(loads, side=64):
-    "Matrices of `side` columns as {label: elements that a warp loads}: these dark, the rest of their sectors light."
+    "Matrices as {label: elements that a warp loads}: these dark, the rest of their sectors light."
     from matplotlib.patches import Rectangle
 
     fig, axes = show.axes(1, len(loads), figsize=(3.5 * len(loads), 3.5), squeeze=False)
@@ -20,7 +20,9 @@ def draw_sectors(loads, side=64):
         ax.set(xlim=(0, side), ylim=(32, 0), xlabel="column", ylabel="row")
         ax.set_xticks(range(0, side + 1, 16))
         ax.set_yticks(range(0, 33, 8))
-        ax.set_title(f"{label}: {len(sectors)} sectors of 8 elements\nfor {len(elements)} elements", fontsize=10)
+        ax.set_title(
+            f"{label}: {len(sectors)} sectors of 8 elements\nfor {len(elements)} elements", fontsize=10
+        )
     return fig
 
 
@@ -36,7 +38,9 @@ def view_schedule(data):
     step = max(1, warps // 8)
     ax.set_yticks([w + 0.5 for w in range(0, warps, step)], range(0, warps, step))
     ax.grid(False)
-    ax.set_title(f"blue: issues an instruction, grey: waits for memory; the scheduler is busy {data['busy']:.0%}")
+    ax.set_title(
+        f"blue: issues an instruction, grey: waits for memory; the scheduler is busy {data['busy']:.0%}"
+    )
     return fig
 
 

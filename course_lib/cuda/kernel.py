@@ -1,12 +1,12 @@
 """Kernels in CUDA C++, from a string: compiled by NVRTC and launched on a GPU, or run and watched on a CPU.
 
-On a CPU g++ or clang++ compiles the same source with emulator.h, and a child process runs it: a fiber for each
-thread, blocks one after another. Each load and store is seen, so that sectors, bank conflicts, races and
-accesses outside a tensor are counted facts, the same on every machine. A loop without an end or a crash ends the
-child and not the notebook.
+On a CPU g++ or clang++ compiles the same source with emulator.h, and a child process runs it: a fiber for
+each thread, blocks one after another. Each load and store is seen, so that sectors, bank conflicts, races and
+accesses outside a tensor are counted facts. A loop without an end or a crash ends the child and not the
+notebook.
 """
 
-import contextlib
+import atexit
 import functools
 import mmap
 import os
@@ -16,83 +16,17 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from course_lib import show
+from course_lib.cuda import report
+from course_lib.cuda.report import GUARD, KernelError
 
 HERE = Path(__file__).resolve().parent
-GUARD = 1 << 16  # bytes between tensors, so that an address outside one is inside no other
 STEPS, SECONDS = 30_000_000, 10  # accesses of one launch on the CPU, and its time
 FLAGS = "-std=c++17", "-fno-pie", "-w"
-
-
-class KernelError(Exception):
-    "What is wrong with a kernel, in one sentence. Notebooks show the sentence and no traceback."
-
-    def _render_traceback_(self):
-        return [str(self)]
-
-
-class Traffic(NamedTuple):
-    """Loads or stores: of threads, of warps (requests), and their bytes.
-
-    `moved` counts the bytes of all threads, `bytes` the distinct ones of each request, `sectors` those of 32 bytes
-    that requests touch; `passes` are those over the banks of shared memory, `needed` what suffices.
-    """
-
-    accesses: int = 0
-    requests: int = 0
-    moved: int = 0
-    bytes: int = 0
-    sectors: int = 0
-    passes: int = 0
-    needed: int = 0
-
-    def __add__(self, other):
-        return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-class Counts(NamedTuple):
-    """What a launch did: `loads` and `stores` are {tensor's name, or "shared": Traffic}, atomics in both.
-
-    `rows` holds (line, "load" or "store" or "atomic", name, Traffic); `problems` are sentences about races and
-    about shared memory that is read before it is written.
-    """
-
-    rows: list
-    problems: list
-
-    def _by_name(self, *kinds):
-        found = {}
-        for _, kind, name, traffic in self.rows:
-            if kind in kinds:
-                found[name] = found.get(name, Traffic()) + traffic
-        return found
-
-    @property
-    def loads(self):
-        return self._by_name("load", "atomic")
-
-    @property
-    def stores(self):
-        return self._by_name("store", "atomic")
-
-    def sectors(self):
-        "Sectors of 32 bytes that the launch moves from and to global memory."
-        return sum(t.sectors for _, _, name, t in self.rows if name != "shared")
-
-    def table(self):
-        "A row for each line and tensor: requests of warps, sectors a request; for shared memory passes a request."
-        rows = {}
-        for line, kind, name, t in self.rows:
-            rows[line, kind, name] = rows.get((line, kind, name), Traffic()) + t
-        cells = [(str(line), kind, name, t.accesses, t.requests, *((None, t.passes / t.requests)
-                  if name == "shared" else (t.sectors / t.requests, None)))
-                 for (line, kind, name), t in sorted(rows.items())]  # fmt: skip
-        head = "line", "", "of", "by threads", "by warps", "sectors each", "passes each"
-        return show.table(head, cells, left=(0, 1, 2))
+BOUNDS = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
+SIGNATURE = rf"__global__\s+{BOUNDS}void\s+{BOUNDS}(\w+)\s*\(([^)]*)\)"
 
 
 class Kernel:
@@ -102,19 +36,16 @@ class Kernel:
     Raises KernelError, one sentence, where the source doesn't compile or the launch goes wrong.
     """
 
-    def __init__(self, source, name=None):
-        pattern = r"__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)"
-        bare = re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL) if isinstance(source, str) else ""
-        found = {m[1]: m[2] for m in re.finditer(pattern, bare)}
-        if not found or (name and name not in found):
-            raise KernelError(f"the source holds no `__global__ void {name or 'name'}(…)`")
-        self.source, self.name = source, name or next(iter(found))
-        given = [p.strip() for p in found[self.name].split(",") if p.strip()]
+    def __init__(self, source):
+        found = re.search(SIGNATURE, re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL))
+        if not found:
+            raise KernelError("the source holds no `__global__ void name(…)`")
+        self.source, self.name = source, found[1]
+        given = [p.strip() for p in found[2].split(",") if p.strip()]
         self.parameters = {re.search(r"(\w+)\s*$", p)[1]: p for p in given}
 
     def __getitem__(self, launch):
-        grid, block = (_three(size) for size in launch)
-        return functools.partial(self.launch, grid, block)
+        return functools.partial(self.launch, *map(_three, launch))
 
     def launch(self, grid, block, *args, shared_bytes=0):
         "Run it where the tensors are; on a GPU the launch is only queued."
@@ -124,127 +55,84 @@ class Kernel:
             self.count(grid, block, *args)
 
     def count(self, grid, block, *args, backwards=False):
-        "Run it on CPU tensors, which it changes, and count; `backwards` runs the last block and thread first."
+        """Run it on CPU tensors, which it changes, and count: `Counts`.
+
+        Threads and blocks run one after the other; `backwards` takes the last thread of the last block first.
+        """
         self._check(args)
         grid, block = _three(grid), _three(block)
         if min(*grid, *block) < 1 or block[0] * block[1] * block[2] > 1024:
-            raise KernelError(f"a block has 1 to 1,024 threads and a grid a block or more: grid {grid}, block {block}")
+            limits = "a block has 1 to 1,024 threads and a grid a block or more"
+            raise KernelError(f"{limits}: grid {grid}, block {block}")
         program = _compiled(self.source, self.name)
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            words, tensors, size = [], {}, GUARD
-            for a, declared in zip(args, self.parameters.values(), strict=True):
-                if isinstance(a, torch.Tensor):
-                    at, _ = tensors.setdefault(a.data_ptr() or id(a), (size, a))
-                    size = max(size, -(-(at + a.nbytes) // 512) * 512 + GUARD)
-                    words += "p", at, a.nbytes
-                else:
-                    words += "n", repr(float(a)) if re.search("float|double", declared) else int(a)
-            said, printed = _ran(program, Path(folder), tensors.values(), size, words, grid, block, backwards)
-        if printed:
-            print(printed, end="")
-        return self._told(program, said, args, {id(t): at for at, t in tensors.values()})
-
-    def _check(self, args):
-        if len(args) != len(self.parameters):
-            names = ", ".join(self.parameters)
-            raise KernelError(f"{self.name} takes {len(self.parameters)} arguments ({names}) and got {len(args)}")
-        for (name, declared), a in zip(self.parameters.items(), args, strict=True):
-            if ("*" in declared) != isinstance(a, torch.Tensor):
-                got = "a tensor" if isinstance(a, torch.Tensor) else type(a).__name__
-                raise KernelError(f"{self.name}: the parameter `{declared}` got {got}")
-            if isinstance(a, torch.Tensor) and not a.is_contiguous():
-                raise KernelError(f"{self.name}: {name} is not contiguous; a kernel gets its address and no strides")
-
-    def _as_c(self, args):
-        # torch passes a Python float as a double: a `float` parameter gets its bits as an int.
-        self._check(args)
-        kinds = [re.search("float|double", d) for d in self.parameters.values()]
-        return [a if isinstance(a, torch.Tensor) else int(a) if not kind else float(a) if kind[0] == "double"
-                else struct.unpack("i", struct.pack("f", a))[0] for a, kind in zip(args, kinds, strict=True)]  # fmt: skip
+        words, tensors, size = [], {}, GUARD
+        for a, declared in zip(args, self.parameters.values(), strict=True):
+            if isinstance(a, torch.Tensor):  # one that is given twice is one
+                at, _ = tensors.setdefault(a.data_ptr() or id(a), (size, a))
+                size = max(size, -(-(at + a.nbytes) // 512) * 512 + GUARD)
+                words += "p", at, a.nbytes
+            else:
+                words += "n", repr(float(a)) if re.search("float|double", declared) else int(a)
+        launch = [int(backwards), STEPS, *grid, *block, *words]
+        said, printed = _ran(program, tensors.values(), size, launch)
+        print(printed, end="")
+        return report.read(said, self, program, args, {id(a): tensors[a.data_ptr() or id(a)][0] for a in args
+                           if isinstance(a, torch.Tensor)})  # fmt: skip
 
     def line(self, number):
         "A line of the source, with its number, for a sentence."
-        lines = self.source.splitlines()
-        return f"line {number}, `{lines[number - 1].strip()[:90]}`" if 0 < number <= len(lines) else "a line"
+        return report.line_of(self.source, number)
 
-    def _told(self, program, said, args, offsets):
-        lines = _lines(program, {word for row in said for word in row[1:] if word.startswith("0x")}
-                       | {"0x" + row[1] for row in said if row[0] == "count"})  # fmt: skip
-        names, rows, problems, where = list(self.parameters), [], [], _symbols(program)
+    def _check(self, args):
+        names = ", ".join(self.parameters)
+        if len(args) != len(self.parameters):
+            raise KernelError(f"{self.name} takes ({names}) and was given {len(args)} arguments")
+        for declared, a in zip(self.parameters.values(), args, strict=True):
+            if ("*" in declared) != isinstance(a, torch.Tensor):
+                got = "a tensor" if isinstance(a, torch.Tensor) else type(a).__name__
+                raise KernelError(f"{self.name}: the parameter `{declared}` was given {got}")
+            if isinstance(a, torch.Tensor) and not a.is_contiguous():
+                raise KernelError(f"{self.name}: `{declared}` isn't contiguous, and a kernel gets no strides")
 
-        def place(offset, address):
-            for name, a in zip(names, args, strict=True):
-                if isinstance(a, torch.Tensor) and -GUARD <= (at := offset - offsets.get(id(a), -(1 << 60))):
-                    if at < a.nbytes + GUARD:
-                        return f"{name}[{at // a.element_size()}]", f"{name} has {a.numel():,} elements"
-            for name, begin, size in sorted(where, key=lambda row: -row[1]):
-                if begin <= address < begin + size + GUARD:
-                    return f"word {(address - begin) // 4} of {name}", f"{name} has {size // 4:,} words"
-            return "an address", "it belongs to no tensor and no shared array"
-
-        for kind, *rest in said:
-            if kind == "count":
-                tensor, flags = int(rest[1]), int(rest[2])
-                what = ("load", "store", "atomic", "atomic")[flags]
-                name = "shared" if tensor < 0 else names[tensor]
-                rows.append((lines["0x" + rest[0]], what, name, Traffic(*map(int, rest[3:]))))
-                continue
-            at = [self.line(lines[w]) for w in rest if w in lines]
-            if kind == "outside":
-                verb, (spot, why) = ("loads", "stores to")[int(rest[0])], place(int(rest[4]), int(rest[5], 16))
-                raise KernelError(f"thread {rest[3]} of block {rest[2]} {verb} {spot}, and {why}: {at[0]}")
-            if kind == "unaligned":
-                raise KernelError(f"an access of {rest[1]} bytes at an address that is no multiple of {rest[1]}: {at[0]}")
-            if kind == "limit":
-                raise KernelError(f"stopped after {STEPS:,} accesses: does a loop never end? It was at {at[0]}")
-            if kind == "stuck":
-                warp, _, block, thread, other, ended = rest
-                does = "has returned" if int(ended) else "waits elsewhere"
-                need = "every lane that its mask names" if int(warp) else "every thread of the block"
-                raise KernelError(f"thread {thread} of block {block} waits at {at[0]}, and thread {other} {does}: "
-                                  f"{need} must reach it")  # fmt: skip
-            if kind == "unwritten":
-                spot, _ = place(-(1 << 60), int(rest[3], 16))
-                problems.append(f"thread {rest[2]} reads {spot} before any thread of its block has written it: {at[0]}")
-            if kind == "race":
-                verbs = {"ww": ("writes", "writes"), "wr": ("writes", "reads"), "rw": ("reads", "writes")}[rest[0]]
-                spot, _ = place(int(rest[7]) if int(rest[7]) >= 0 else -(1 << 60), int(rest[8], 16))
-                same = rest[3] == rest[5]
-                one, two = (f"thread {t}" + ("" if same else f" of block {b}") for b, t in (rest[3:5], rest[5:7]))
-                again = at[1] if at[1] != at[0] else "the same line"
-                lack = f"no barrier is between (block {rest[3]})" if same else "blocks run in any order"
-                problems.append(f"a race on {spot}: {one} {verbs[0]} it at {at[0]}; {two} {verbs[1]} it at {again}; {lack}")
-        return Counts(rows, problems)
+    def _as_c(self, args):
+        self._check(args)
+        given = []
+        for a, declared in zip(args, self.parameters.values(), strict=True):
+            if not isinstance(a, torch.Tensor):
+                # torch passes a Python float as a double: a `float` gets its bits as an int.
+                single = struct.unpack("i", struct.pack("f", a))[0]
+                a = single if "float" in declared else float(a) if "double" in declared else int(a)
+            given.append(a)
+        return given
 
 
 def _three(size):
     size = (size,) if isinstance(size, int) else tuple(size)
-    return tuple(int(n) for n in size) + (1,) * (3 - len(size))
+    return (*map(int, size), *(1,) * (3 - len(size)))
 
 
-def _ran(program, folder, tensors, size, words, grid, block, backwards):
+def _ran(program, tensors, size, launch):
     "Run a launch in a child process; gives its report as lists of words, and what it printed."
-    arena, report = folder / "arena", folder / "report"
-    with open(arena, "wb") as f:
-        f.truncate(size + GUARD)
-    with open(arena, "r+b") as f, mmap.mmap(f.fileno(), 0) as memory:
-        views = [(torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=at), t) for at, t in tensors if t.numel()]
-        for view, t in views:
-            view.copy_(t.detach().flatten())
-        command = [program, arena, report, int(backwards), STEPS, *grid, *block, *words]
-        try:
-            ran = subprocess.run([str(w) for w in command], capture_output=True, text=True, timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise KernelError(f"stopped after {SECONDS} s: does a loop never end?") from None
-        finally:
-            for view, t in views:
-                t.detach().flatten().copy_(view)
-            views.clear()
-            with contextlib.suppress(UnboundLocalError):
-                del view
-    if ran.returncode or not report.exists():
-        raise KernelError(f"the kernel's process ended with signal {-ran.returncode}: look for a recursion without an end")
-    return [line.split() for line in report.read_text().splitlines()], ran.stdout
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        arena, told = Path(folder) / "arena", Path(folder) / "report"
+        arena.write_bytes(bytes(size + GUARD))
+        with open(arena, "r+b") as f, mmap.mmap(f.fileno(), 0) as memory:
+            for at, t in tensors:
+                memory[at : at + t.nbytes] = t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+            try:
+                command = [str(word) for word in (program, arena, told, *launch)]
+                ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                raise KernelError(f"stopped after {SECONDS} s: does a loop never end?") from None
+            for at, t in tensors:
+                changed = torch.frombuffer(
+                    bytearray(memory[at : at + t.nbytes]) or bytearray(8), dtype=t.dtype
+                )
+                t.detach().reshape(-1).copy_(changed[: t.numel()])
+        if ran.returncode or not told.exists():
+            died = f"the kernel's process ended with signal {-ran.returncode}"
+            raise KernelError(f"{died}: look for a recursion without an end")
+        return [line.split() for line in told.read_text().splitlines()], ran.stdout
 
 
 def compiler():
@@ -252,74 +140,40 @@ def compiler():
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and shutil.which(name):
             return name
-    raise KernelError("no C++ compiler is found: install g++ (`apt install g++`, or `conda install gxx`) or clang++")
+    install = "install g++ (`apt install g++`, or `conda install gxx`) or clang++"
+    raise KernelError(f"no C++ compiler is found: {install}")
 
 
 @functools.cache
 def _folder():
-    return Path(tempfile.mkdtemp(prefix="course_cuda_"))
+    folder = tempfile.mkdtemp(prefix="course_cuda_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @functools.cache
 def _emulator():
     out = _folder() / "emulator.o"
-    subprocess.run([compiler(), *FLAGS, "-O2", "-c", HERE / "emulator.cpp", "-o", out], check=True, timeout=120)
+    subprocess.run(
+        [compiler(), *FLAGS, "-O2", "-c", HERE / "emulator.cpp", "-o", out], check=True, timeout=120
+    )
     return out
 
 
 @functools.cache
 def _compiled(source, name):
     "The program that runs a kernel on a CPU; KernelError with the compiler's line where it is refused."
-    emulator = _emulator()
     stem = Path(tempfile.mkdtemp(dir=_folder())) / "kernel"
-    entry = f'\nextern "C" void cuda_kernel(const cuda_argument* a) {{ cuda_call({name}, a); }}\n'
-    stem.with_suffix(".cu").write_text(source + entry)
+    text, made = stem.with_suffix(".cu"), stem.with_suffix(".o")
+    text.write_text(
+        f'{source}\nextern "C" void cuda_kernel(const cuda_argument* a) {{ cuda_call({name}, a); }}\n'
+    )
     seen = "-O1", "-g1", "-fsanitize=thread", "-include", HERE / "emulator.h", "-x", "c++"
-    command = [compiler(), *FLAGS, *seen, "-c", stem.with_suffix(".cu"), "-o", stem.with_suffix(".o")]
-    try:
-        made = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        raise KernelError("the compiler took more than 60 s") from None
-    if not made.returncode:
-        link = [compiler(), "-no-pie", emulator, stem.with_suffix(".o"), "-o", stem]
-        made = subprocess.run(link, capture_output=True, text=True, timeout=60)
-    if made.returncode:
-        raise KernelError(_refusal(source, made.stderr))
+    for command in ([*FLAGS, *seen, "-c", text, "-o", made], ["-no-pie", _emulator(), made, "-o", stem]):
+        ran = subprocess.run([compiler(), *command], capture_output=True, text=True, timeout=60)
+        if ran.returncode:
+            raise KernelError(report.refusal(source, ran.stderr))
     return stem
-
-
-def _refusal(source, log):
-    "The first error of a compiler's log, g++'s, clang++'s or NVRTC's, in one sentence."
-    found = re.search(r"(?:kernel|\w+)\.cu[:(](\d+)\)?[:\d]*: (?:fatal )?error: (.*)", log)
-    if not found:
-        rest = re.search(r"error: (.*)|undefined reference to (.*)", log)
-        return f"the compiler refuses the kernel: {(rest[0] if rest else log.strip()[-200:])[:300]}"
-    number = int(found[1])
-    lines = source.splitlines()
-    shown = f", `{lines[number - 1].strip()[:90]}`" if number <= len(lines) else ""
-    return f"the compiler refuses line {number}{shown}: {found[2][:200]}"
-
-
-@functools.cache
-def _symbols(program):
-    "(name, address, bytes) of each array in shared memory."
-    out = subprocess.run(["nm", "-C", "-S", program], capture_output=True, text=True).stdout
-    rows = [line.split(maxsplit=3) for line in out.splitlines()]
-    return [(row[3].split("::")[-1], int(row[0], 16), int(row[1], 16)) for row in rows
-            if len(row) == 4 and row[2] in "dDbB" and "::" in row[3]]  # fmt: skip
-
-
-def _lines(program, addresses):
-    "{place in the program, as hexadecimal: line of the kernel's source, or 0}."
-    addresses = sorted(addresses)
-    calls = "".join(f"{int(a, 16) - 1:#x}\n" for a in addresses)  # the return address is after the call
-    command = ["addr2line", "-i", "-a", "-e", program]
-    try:
-        out = subprocess.run(command, input=calls, capture_output=True, text=True).stdout
-    except FileNotFoundError:
-        return dict.fromkeys(addresses, 0)
-    found = [re.search(r"kernel\.cu:(\d+)", part) for part in out.split("0x")[1:]]
-    return {a: int(m[1]) if m else 0 for a, m in zip(addresses, found, strict=False)}
 
 
 @functools.cache
@@ -328,7 +182,7 @@ def _on_gpu(source, name):
     try:
         return build(source, name)
     except RuntimeError as e:
-        raise KernelError(_refusal(source, str(e))) from None
+        raise KernelError(report.refusal(source, str(e))) from None
 
 
 def on_gpu(kernel):

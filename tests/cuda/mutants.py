@@ -30,8 +30,8 @@ extern "C" __global__ void saxpy(int n, float a, const float* x, float* y) {
 """
 WHILE = """
 __device__ void one(float a, const float* x, float* y) { *y = fmaf(a, *x, *y); }
-extern "C" __global__ void __launch_bounds__(1024) saxpy(const int count, const float by, const float* __restrict__ u,
-                                                         float* v) {
+extern "C" __global__ void __launch_bounds__(1024)
+saxpy(const int count, const float by, const float* __restrict__ u, float* v) {
     unsigned i = threadIdx.x + blockDim.x * blockIdx.x;
     while (i < count) {
         one(by, u + i, v + i);
@@ -41,14 +41,15 @@ extern "C" __global__ void __launch_bounds__(1024) saxpy(const int count, const 
 """
 LAST_FIRST = """
 extern "C" __global__ void saxpy(int n, float a, const float* x, float* y) {
-    long long all = (long long)gridDim.x * blockDim.x;
-    for (long long i = n - 1LL - int(blockIdx.x * blockDim.x + threadIdx.x); i >= 0; i -= all) y[i] += a * x[i];
+    long long all = (long long)gridDim.x * blockDim.x, me = blockIdx.x * blockDim.x + threadIdx.x;
+    for (long long i = n - 1 - me; i >= 0; i -= all) y[i] += a * x[i];
 }
 """
-SWIZZLE = [("[32][33]", "[32][32]"), ("tile[threadIdx.y + j][threadIdx.x]", "tile[threadIdx.y + j][threadIdx.x ^ (threadIdx.y + j)]"),
-           ("tile[threadIdx.x][threadIdx.y + j]", "tile[threadIdx.x][(threadIdx.y + j) ^ threadIdx.x]")]  # fmt: skip
-FLAT = [("float tile[32][33]", "float tile[32 * 33]"), ("tile[threadIdx.y + j][threadIdx.x]", "tile[threadIdx.x * 33 + threadIdx.y + j]"),
-        ("tile[threadIdx.x][threadIdx.y + j]", "tile[(threadIdx.y + j) * 33 + threadIdx.x]")]  # fmt: skip
+STORED, READ = "tile[threadIdx.y + j][threadIdx.x]", "tile[threadIdx.x][threadIdx.y + j]"
+SWIZZLE = [("[32][33]", "[32][32]"), (STORED, "tile[threadIdx.y + j][threadIdx.x ^ (threadIdx.y + j)]"),
+           (READ, "tile[threadIdx.x][(threadIdx.y + j) ^ threadIdx.x]")]  # fmt: skip
+FLAT = [("tile[32][33]", "tile[32 * 33]"), (STORED, "tile[threadIdx.x * 33 + threadIdx.y + j]"),
+        (READ, "tile[(threadIdx.y + j) * 33 + threadIdx.x]")]  # fmt: skip
 STRAIGHT = """
 extern "C" __global__ void transpose(const float* x, float* y, int rows, int columns) {
     int column = blockIdx.x * 32 + threadIdx.x, row = blockIdx.y * 32 + threadIdx.y;
@@ -152,7 +153,8 @@ RIGHT = {
     "cuda.3": [source(TWO_BUFFERS), source(SHUFFLES)],
     "cuda.4": [source(TREE), source(BUTTERFLY)],
     "cuda.5": [
-        changed("cuda.5", ("as[TILE][TILE], bs[TILE][TILE]", "tiles[2][TILE][TILE]"), (" as[", " tiles[0]["), ("bs[", "tiles[1][")),
+        changed("cuda.5", ("as[TILE][TILE], bs[TILE][TILE]", "tiles[2][TILE][TILE]"), (" as[", " tiles[0]["),
+                ("bs[", "tiles[1][")),
         changed("cuda.5", ("float sum = 0.0f;", "double sum = 0.0;"), ("sum += as", "sum += (double)as")),
     ],
     "cuda.6": [
@@ -189,18 +191,18 @@ MUTANTS = {
     "cuda.4": [
         changed("cuda.4", ("    for (int i = n / 4 * 4 + start; i < n; i += step) s += x[i];\n", "")),
         changed("cuda.4", ("    __syncthreads();\n", "")),
-        changed("cuda.4", ("        if (threadIdx.x == 0) atomicAdd(out, s);", "        atomicAdd(out, threadIdx.x ? 0.0f : s);")),
+        changed("cuda.4", ("if (threadIdx.x == 0) atomicAdd(out, s)", "atomicAdd(out, threadIdx.x ? 0 : s)")),
         changed("cuda.4", ("atomicAdd(out, s)", "out[0] += s")),
         changed("cuda.4", ("threadIdx.x < blockDim.x / 32 ?", "threadIdx.x < 8 ?")),  # blocks of 256 threads
-        changed("cuda.4", ("float4 v = wide[i];", "float4 v = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);")),
+        changed("cuda.4", ("v = wide[i];", "v(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);")),
         changed("cuda.4", ("int d = 16", "int d = 8")),
     ],
     "cuda.5": [
         changed("cuda.5", (BARRIER + "    }", "    }")),
         changed("cuda.5", (LOAD_A, "a[min(row, m - 1) * k + min(start + tx, k - 1)]")),  # no zeros
-        changed("cuda.5", ("float sum = 0.0f;", "float sum = 0.0f;\n    if (row >= m || column >= n) return;")),
+        changed("cuda.5", ("float sum = 0.0f;", "float sum = 0.0f; if (row >= m || column >= n) return;")),
         changed("cuda.5", ("as[ty][tx] = " + LOAD_A, "as[tx][ty] = row < m && start + ty < k ? 0.0f : 0.0f")),
-        changed("cuda.5", ("as[ty][i] * bs[i][tx]", "(row < m && start + i < k ? a[row * k + start + i] : 0.0f) * bs[i][tx]")),
+        changed("cuda.5", ("sum += as[ty][i]", "if (row < m & start + i < k) sum += a[k * row + start + i]")),
         changed("cuda.5", ("start < k;", "start + TILE <= k;")),
         changed("cuda.5", ("b[(start + ty) * n", "b[(start + ty) * k")),
     ],
