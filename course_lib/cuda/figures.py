@@ -14,9 +14,11 @@ def draw_sectors(loads, side=64):
     for ax, (label, elements) in zip(axes[0], loads.items(), strict=True):
         sectors = {e // 8 for e in elements}
         for s in sectors:
-            ax.add_patch(Rectangle((s * 8 % side, s * 8 // side), 8, 1, fc="#9ecae9", ec="white", lw=0.4))
+            ax.add_patch(Rectangle((s * 8 % side, s * 8 // side), 8, 1, fc="#9ecae9", lw=0))
         for e in elements:
             ax.add_patch(Rectangle((e % side, e // side), 1, 1, fc=BLUE, lw=0))
+        for s in sectors:
+            ax.add_patch(Rectangle((s * 8 % side, s * 8 // side), 8, 1, fc="none", ec="white", lw=1))
         ax.set(xlim=(0, side), ylim=(32, 0), xlabel="column", ylabel="row")
         ax.set_xticks(range(0, side + 1, 16))
         ax.set_yticks(range(0, 33, 8))
