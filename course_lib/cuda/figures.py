@@ -19,11 +19,11 @@ def draw_sectors(loads, side=64):
             ax.add_patch(Rectangle((e % side, e // side), 1, 1, fc=BLUE, lw=0))
         for s in sectors:
             ax.add_patch(Rectangle((s * 8 % side, s * 8 // side), 8, 1, fc="none", ec="white", lw=1))
-        ax.set(xlim=(0, side), ylim=(32, 0), xlabel="column", ylabel="row")
-        ax.set_xticks(range(0, side + 1, 16))
+        ax.set(xlim=(0, 40), ylim=(32, 0), xlabel="column", ylabel="row")
+        ax.set_xticks(range(0, 41, 8))
         ax.set_yticks(range(0, 33, 8))
         ax.set_title(
-            f"{label}: {len(sectors)} sectors of 8 elements\nfor {len(elements)} elements", fontsize=10
+            f"{label}: {len(elements)} elements (dark)\nin {len(sectors)} sectors (framed)", fontsize=10
         )
     return fig
 

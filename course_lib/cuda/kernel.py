@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from course_lib.cuda import report
-from course_lib.cuda.report import GUARD, KernelError
+from course_lib.cuda.report import GUARD, KernelError, compiler
 
 HERE = Path(__file__).resolve().parent
 STEPS, SECONDS = 30_000_000, 10  # accesses of one launch on the CPU, and its time
@@ -65,6 +65,8 @@ class Kernel:
         Threads and blocks run one after the other; `backwards` takes the last thread of the last block first.
         """
         self._check(args)
+        if any(isinstance(a, torch.Tensor) and a.device.type != "cpu" for a in args):
+            raise KernelError(f"{self.name}: only kernels on CPU tensors are counted")
         grid, block = _three(grid), _three(block)
         if min(*grid, *block) < 1 or block[0] * block[1] * block[2] > 1024:
             limits = "a block has 1 to 1,024 threads and a grid a block or more"
@@ -138,15 +140,6 @@ def _ran(program, tensors, size, launch):
             died = f"the kernel's process ended with signal {-ran.returncode}"
             raise KernelError(f"{died}: look for a recursion without an end")
         return [line.split() for line in told.read_text().splitlines()], ran.stdout
-
-
-def compiler():
-    "The C++ compiler's command, or KernelError that says what to install."
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if name and shutil.which(name):
-            return name
-    install = "install g++ (`apt install g++`, or `conda install gxx`) or clang++"
-    raise KernelError(f"no C++ compiler is found: {install}")
 
 
 @functools.cache

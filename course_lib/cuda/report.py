@@ -1,6 +1,9 @@
 "What the emulator reports of a launch: loads and stores as counts, everything else as a sentence."
 
+import functools
+import os
 import re
+import shutil
 import subprocess
 from typing import NamedTuple
 
@@ -167,9 +170,26 @@ def line_of(source, number):
     return f"line {number}, `{lines[number - 1].strip()[:90]}`" if 0 < number <= len(lines) else "a line"
 
 
+def compiler():
+    "The C++ compiler's command, or KernelError that says what to install."
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    install = "install g++ (`apt install g++`, or `conda install gxx`) or clang++"
+    raise KernelError(f"no C++ compiler is found: {install}")
+
+
+@functools.cache
+def _tool(name):
+    "The path of the compiler's own `nm` or `addr2line`: conda's have longer names."
+    return subprocess.run(
+        [compiler(), f"-print-prog-name={name}"], capture_output=True, text=True
+    ).stdout.strip()
+
+
 def _shared_arrays(program):
     "(name, address, bytes) of each array in shared memory."
-    out = subprocess.run(["nm", "-C", "-S", program], capture_output=True, text=True).stdout
+    out = subprocess.run([_tool("nm"), "-C", "-S", program], capture_output=True, text=True).stdout
     rows = [line.split(maxsplit=3) for line in out.splitlines()]
     return [
         (row[3].split("::")[-1], int(row[0], 16), int(row[1], 16))
@@ -182,7 +202,7 @@ def _lines(program, addresses):
     "{place in the program, as hexadecimal: line of the kernel's source, or 0}."
     addresses = sorted(addresses)
     calls = "".join(f"{int(a, 16) - 1:#x}\n" for a in addresses)  # the return address is after the call
-    command = ["addr2line", "-i", "-a", "-e", program]
+    command = [_tool("addr2line"), "-i", "-a", "-e", program]
     out = subprocess.run(command, input=calls, capture_output=True, text=True).stdout
     parts = re.split(r"^0x[0-9a-f]+$", out, flags=re.MULTILINE)[1:]
     found = [re.search(r"kernel\.cu:(\d+)", part) for part in parts]

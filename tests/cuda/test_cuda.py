@@ -153,13 +153,14 @@ def test_arguments():
     assert error(text, x, x, y) == "k: the parameter `int n` was given a tensor"
     assert error(text, n, 1.0, y) == "k: the parameter `const float* x` was given float"
     assert "isn't contiguous" in error(text, n, torch.randn(8, 8).T, y)
+    assert error(text, n, x.to("meta"), y) == "k: only kernels on CPU tensors are counted"
     assert "1 to 1,024 threads" in error(text, n, x, y, block=(33, 32))
     with pytest.raises(KernelError, match=re.escape("no `__global__ void name(…)`")):
         Kernel("int main() {}")
 
 
 def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(KernelError, match=re.escape("install g++ (`apt install g++`")):
         cuda.compiler()
 
