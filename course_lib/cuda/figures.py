@@ -58,3 +58,19 @@ def draw_warps(measured, predicted, roof):
     ax.set_xticks(range(0, 65, 8))
     ax.legend(title="points: measured; dashed: Little's law", loc="lower right")
     return fig
+
+
+def draw_banks(widths=(32, 33)):
+    "The banks of a tile's words by colour, for rows of each width, with the words of column 0 framed."
+    from matplotlib.patches import Rectangle
+
+    fig, axes = show.axes(1, len(widths), figsize=(3.6 * len(widths), 3.5))
+    for ax, width in zip(axes, widths, strict=True):
+        banks = [[(row * width + column) % 32 for column in range(width)] for row in range(32)]
+        ax.imshow(banks, cmap="twilight", vmin=0, vmax=32)
+        ax.add_patch(Rectangle((-0.5, -0.5), 1, 32, fc="none", ec=RED, lw=2))
+        ax.grid(False)
+        ax.set(xlabel="word of the row", ylabel="row", xticks=[0, 8, 16, 24, 31], yticks=[0, 8, 16, 24, 31])
+        found = len({row[0] for row in banks})
+        ax.set_title(f"rows of {width} words: column 0\nlies in {found} bank{'s' * (found > 1)}", fontsize=10)
+    return fig

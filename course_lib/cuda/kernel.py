@@ -42,6 +42,8 @@ class Kernel:
     """
 
     def __init__(self, source):
+        if not isinstance(source, str):
+            raise KernelError(f"Kernel takes CUDA C++ as text, and was given a {type(source).__name__}")
         found = re.search(SIGNATURE, re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL))
         if not found:
             raise KernelError("the source holds no `__global__ void name(…)`")
@@ -50,6 +52,8 @@ class Kernel:
         self.parameters = {re.search(r"(\w+)\s*$", p)[1]: p for p in given}
 
     def __getitem__(self, launch):
+        if not isinstance(launch, tuple) or len(launch) != 2:
+            raise KernelError(f"launch it as {self.name}[grid, block](…), with two sizes")
         return functools.partial(self.launch, *map(_three, launch))
 
     def launch(self, grid, block, *args, shared_bytes=0):
@@ -98,6 +102,10 @@ class Kernel:
             if ("*" in declared) != isinstance(a, torch.Tensor):
                 got = "a tensor" if isinstance(a, torch.Tensor) else type(a).__name__
                 raise KernelError(f"{self.name}: the parameter `{declared}` was given {got}")
+            if "*" not in declared and re.search(r"long|_t\b", declared):
+                raise KernelError(
+                    f"{self.name}: declare `{declared}` as int, float or double: numbers are passed so"
+                )
             if isinstance(a, torch.Tensor) and not a.is_contiguous():
                 raise KernelError(f"{self.name}: `{declared}` isn't contiguous, and a kernel gets no strides")
 

@@ -155,8 +155,13 @@ def test_arguments():
     assert "isn't contiguous" in error(text, n, torch.randn(8, 8).T, y)
     assert error(text, n, x.to("meta"), y) == "k: only kernels on CPU tensors are counted"
     assert "1 to 1,024 threads" in error(text, n, x, y, block=(33, 32))
-    with pytest.raises(KernelError, match=re.escape("no `__global__ void name(…)`")):
-        Kernel("int main() {}")
+    wide = "declare `long long n` as int, float or double"
+    assert wide in error(source("    y[t] = n;", "long long n, float* y"), n, y)
+    for given, said in (("int main() {}", "no `__global__ void name(…)`"), (source, "was given a function")):
+        with pytest.raises(KernelError, match=re.escape(said)):
+            Kernel(given)
+    with pytest.raises(KernelError, match=re.escape("k[grid, block](…)")):
+        Kernel(text)[32]
 
 
 def test_without_a_compiler(monkeypatch):
@@ -191,7 +196,7 @@ def test_figures_are_drawn():
     matplotlib.use("Agg")
     points = {"one": {4: 0.2, 64: 2.6}}
     for fig in (figures.draw_sectors({"rows": range(32)}), figures.view_schedule(cuda.schedule()),
-                figures.draw_warps(points, points, 4.8)):  # fmt: skip
+                figures.draw_warps(points, points, 4.8), figures.draw_banks()):  # fmt: skip
         show.figure(fig)
 
 
