@@ -105,53 +105,46 @@ def read(said, kernel, program, args, offsets):
         return "an address", "it belongs to no tensor and no shared array"
 
     for row in said:
-        at = [kernel.line(lines[w]) for w in row if w in lines]
+        at, stop, note = [kernel.line(lines[w]) for w in row if w in lines], "", ""
         match row:
             case ["count", pc, tensor, flags, *numbers]:
                 name = "shared" if int(tensor) < 0 else names[int(tensor)]
                 kind = ("load", "store", "atomic", "atomic")[int(flags)]
                 rows.append((lines[pc], kind, name, Traffic(*map(int, numbers))))
             case ["outside", writes, _, block, thread, offset, address, _]:
-                verb, (spot, why) = (
-                    ("loads", "stores to")[int(writes)],
-                    place(int(offset), int(address, 16)),
-                )
-                raise KernelError(f"thread {thread} of block {block} {verb} {spot}, and {why}: {at[0]}")
+                spot, why = place(int(offset), int(address, 16))
+                verb = "stores to" if int(writes) else "loads"
+                stop = f"thread {thread} of block {block} {verb} {spot}, and {why}"
             case ["unaligned", _, size]:
-                raise KernelError(
-                    f"an access of {size} bytes at an address that is no multiple of {size}: {at[0]}"
-                )
+                stop = f"an access of {size} bytes at an address that is no multiple of {size}"
             case ["limit", _]:
-                raise KernelError(f"stopped after many accesses: does a loop never end? It was at {at[0]}")
+                stop = "stopped after many accesses (does a loop never end?)"
             case ["mask", _, block, thread]:
-                raise KernelError(
-                    f"thread {thread} of block {block} isn't in the mask that it gives itself: {at[0]}"
-                )
+                stop = f"thread {thread} of block {block} isn't in the mask that it gives itself"
             case ["stuck", warp, _, block, thread, other, ended]:
                 does = "has returned" if int(ended) else "waits elsewhere"
                 need = "every lane that its mask names" if int(warp) else "every thread of the block"
                 waits = f"thread {thread} of block {block} waits at {at[0]}"
                 raise KernelError(f"{waits}, and thread {other} {does}: {need} must reach it")
             case ["absent", _, _, thread, lane]:
-                problems.append(
-                    f"thread {thread} wants the value of lane {lane}, which takes no part: {at[0]}"
-                )
+                note = f"thread {thread} wants the value of lane {lane}, which takes no part"
             case ["unwritten", _, _, thread, address]:
                 spot, _ = place(NOWHERE, int(address, 16))
-                problems.append(
-                    f"thread {thread} reads {spot} before any thread of its block has written it: {at[0]}"
-                )
+                note = f"thread {thread} reads {spot} before any thread of its block has written it"
             case ["race", kinds, _, _, block, one, block_2, two, offset, address]:
                 verbs = [{"w": "writes", "r": "reads"}[k] for k in kinds]
                 spot, _ = place(int(offset) if int(offset) >= 0 else NOWHERE, int(address, 16))
-                apart = block != block_2
-                one, two = (
-                    f"thread {t}" + f" of block {b}" * apart for t, b in ((one, block), (two, block_2))
-                )
-                lack = "blocks run in any order" if apart else f"no barrier is between (block {block})"
+                apart = f" of block {block}", f" of block {block_2}", "blocks run in any order"
+                together = "", "", f"no barrier is between (block {block})"
+                first, second, lack = apart if block != block_2 else together
                 again = at[1] if at[1] != at[0] else "the same line"
-                what = f"{one} {verbs[0]} it at {at[0]}; {two} {verbs[1]} it at {again}"
+                one, two = f"thread {one}{first} {verbs[0]}", f"thread {two}{second} {verbs[1]}"
+                what = f"{one} it at {at[0]}; {two} it at {again}"
                 problems.append(f"a race on {spot}: {what}; {lack}")
+        if stop:
+            raise KernelError(f"{stop}: {at[0]}")
+        if note:
+            problems.append(f"{note}: {at[0]}")
     return Counts(rows, problems)
 
 

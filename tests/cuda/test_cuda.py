@@ -126,7 +126,7 @@ SAID = {
     "    y[t] = __shfl_down_sync(0xff, x[t], 1);": "isn't in the mask that it gives itself",
     "    ((float4*)y)[0] = *(float4*)(x + 1);": "access of 16 bytes at an address that is no multiple of 16",
     "    y[t] = z;": "the compiler refuses line 4, `y[t] = z;`:",
-    "    while (n > 0) y[t] = x[t] + y[t];": "does a loop never end?",
+    "    while (n > 0) y[t] = x[t] + y[t];": "(does a loop never end?): line 4",
 }  # fmt: skip
 
 
