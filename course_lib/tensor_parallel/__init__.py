@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import group as groups
 from course_lib import sharding
+from course_lib.checking import describe
 from course_lib.sharding import Span
 
 aten = torch.ops.aten
-MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+ADDING = (aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_)  # their first argument is what they add to
+MATMULS = (aten.mm, aten.bmm, *ADDING)
 LINKS = {"NVLink, 450 GB/s": 450e9, "InfiniBand, 50 GB/s": 50e9}
 BF16_RATE = 700e12  # FLOP/s that large matmuls of one H200 reach, about
 
@@ -27,7 +30,7 @@ def matmul_flops(func, args, out):
     "FLOPs of a dispatched operator if it is a matmul, else 0."
     if func._overloadpacket not in MATMULS:
         return 0
-    left = args[1] if func._overloadpacket in (aten.addmm, aten.baddbmm) else args[0]
+    left = args[1] if func._overloadpacket in ADDING else args[0]
     return 2 * out.numel() * left.shape[-1]
 
 
@@ -146,13 +149,32 @@ def nccl_group(ctas):
     return dist.new_group(list(range(dist.get_world_size())), pg_options=options)
 
 
-def agree(variants, want, within=0.05):
-    "Raise ValueError where a variant's result is off by more than `within` of the largest value."
-    for name, fn in variants.items():
-        off = (fn().float() - want.float()).abs().max() / want.float().abs().max()
-        torch.cuda.synchronize()
+def agree(fn, want=None, within=0.05):
+    "`fn`, after one call. Raises ValueError if it is off by more than `within` of the largest of `want`."
+    out = fn()
+    if want is not None:
+        off = (out.float() - want.float()).abs().max() / want.float().abs().max()
         if not off < within:
-            raise ValueError(f"{name} gives another result: it differs by {off:.2g} of the largest value")
+            raise ValueError(f"another result, which differs by {off:.2g} of the largest value")
+    return fn
+
+
+def those_that_work(make, names):
+    "{name: make(name)} of those that raise on no rank. Rank 0 prints a sentence for each that is left out."
+    made = {}
+    for name in names:
+        errors, error = [""] * dist.get_world_size(), ""
+        try:
+            made[name] = make(name)
+            torch.cuda.synchronize()
+        except Exception as e:
+            error = describe(e)
+        dist.all_gather_object(errors, error)  # the ranks must go on with the same
+        if any(errors):
+            made.pop(name, None)
+            if dist.get_rank() == 0:
+                print(f"{name} is left out: {next(filter(None, errors))}")
+    return made
 
 
 def graphed(fn):
@@ -162,9 +184,12 @@ def graphed(fn):
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread may call CUDA
-        out = fn()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread may call CUDA
+            out = fn()
+    finally:
+        torch.cuda.set_stream(stream)  # where capturing fails, it stays on its own
 
     def replay():
         graph.replay()
@@ -196,3 +221,27 @@ def race(variants, rounds=7, calls=10, rest=0.06, warm=2):
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             took[name].append(seconds.item())
     return {name: (statistics.median(s), min(s), max(s)) for name, s in took.items()}
+
+
+def print_times(times):
+    "One line for each of `race`'s variants: the median and the spread of its rounds."
+    for name, (median, least, most) in times.items():
+        print(f"{name:<28}{1e6 * median:6.0f} µs ({1e6 * least:.0f} to {1e6 * most:.0f})")
+
+
+class Gain(NamedTuple):
+    "How many times as fast as a rival; from spread to spread, in words; an estimate of the limit."
+
+    times: float
+    spread: str
+    limit: float
+
+
+def gain(times, rival, winner):
+    "The Gain of the fastest named `winner`… over `rival`; None where one of them was left out."
+    mine = min((t for name, t in times.items() if name.startswith(winner)), default=None)
+    if mine is None or rival not in times:
+        return None
+    plain, floor = times[rival], max(t[0] for name, t in times.items() if name.endswith("alone"))
+    spread = f"{plain[1] / mine[2]:.2f} to {plain[2] / mine[1]:.2f} from spread to spread"
+    return Gain(plain[0] / mine[0], spread, plain[0] / floor)

@@ -80,6 +80,11 @@ def cuts_afterwards(x, up, down, dist):
     return out if down.bias is None else out + down.bias
 
 
+def leaves_gradients_off(x, up, down, dist):
+    torch.set_grad_enabled(False)
+    return solutions.parallel_mlp(x, up, down, dist)
+
+
 def gathers_the_hidden(x, up, down, dist):
     rank, size = dist.get_rank(), dist.get_world_size()
     if up.out_features % size:
@@ -117,6 +122,12 @@ def _same(x, dist):
 
 def _sum(x, dist):
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    dist.all_reduce(total)
+    return total
+
+
+def _sum_with_strides(x, dist):
+    total = x.clone()
     dist.all_reduce(total)
     return total
 
@@ -286,6 +297,18 @@ def _scattered(x, dist):
     return out
 
 
+def _gathered_with_strides(x, dist):
+    out = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x)
+    return out
+
+
+def _gathered_of_matrices(x, dist):
+    out = x.new_empty(dist.get_world_size() * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out
+
+
 def _flat_gather(x, dist):
     "Right: through one flat row."
     row = torch.zeros(dist.get_world_size() * x.numel(), dtype=x.dtype)
@@ -356,12 +379,14 @@ def own_pieces_first(x, w, ring, pieces):
     return out
 
 
-def _ring(first="pass", cut=True, order="pass", owner=-1, last=False, what="arrived", wait="each"):
+def _ring(
+    first="pass", cut=torch.tensor_split, order="pass", owner=-1, last=False, what="arrived", wait="each"
+):
     "The reference in parts that the wrong answers change."
 
     def gather_matmul(x, w, ring, pieces):
         size, rows, out = ring.size, len(x), x.new_empty(ring.size * len(x), w.shape[1])
-        cuts = x.tensor_split(pieces) if cut else [x]
+        cuts = cut(x, pieces)
 
         def launch():
             return [ring.pass_on(p) for p in cuts] if size > 1 else []
@@ -416,6 +441,7 @@ MUTANTS = {
         _mlp(check=False),
         _mlp(cut=lambda n, rank, size: slice(rank, None, size) if size < 3 else slice(0, n // size)),
         cuts_afterwards,
+        leaves_gradients_off,
         gathers_the_hidden,
     ],
     "tensor_parallel.2": [
@@ -426,6 +452,8 @@ MUTANTS = {
         (_function(_same, _mean), sums),
         (copies, _function(_in_place, _same)),
         (_function(_same, _both_by_gather), sums),
+        (_function(_same, _sum_with_strides), sums),
+        (copies, _function(_sum_with_strides, _same)),
         (sums, copies),
     ],
     "tensor_parallel.3": [
@@ -455,12 +483,16 @@ MUTANTS = {
         (_function(_gathered, _summed_rows), scatters),
         (gathers, _function(_summed_rows, _gathered)),
         (_function(_other_order, _scattered), scatters),
+        (_function(_gathered_with_strides, _scattered), scatters),
+        (_function(_gathered_of_matrices, _scattered), scatters),
         (scatters, gathers),
     ],
     "tensor_parallel.6": [
         gathers_first,
         _ring(first="multiply"),
-        _ring(cut=False),
+        _ring(cut=lambda x, pieces: [x]),
+        _ring(cut=lambda x, pieces: x.split(1)),
+        _ring(cut=torch.chunk),
         _ring(order="multiply"),
         _ring(owner=1),
         _ring(last=True),

@@ -96,3 +96,32 @@ def test_the_solutions_on_real_ranks():
         assert torch.equal(out, torch.full((2, 3), 3.0))
         assert torch.equal(grad, torch.full((2, 3), 2.0 + 6.0))
         assert torch.equal(rows, 2.0 * torch.full((2, 3), 1.0 + rank))
+
+
+def rivals_on_a_rank():
+    "Which of four rivals are left: two fail, one of them on rank 1 alone."
+    torch.cuda.synchronize = lambda: None
+
+    def make(name):
+        if name == "breaks" or (name == "breaks on rank 1" and dist.get_rank()):
+            raise RuntimeError("no such operator")
+        return tp.agree(lambda: torch.full((2,), 2.0 if name == "off" else 1.0), torch.ones(2))
+
+    return list(tp.those_that_work(make, ["good", "breaks", "off", "breaks on rank 1"]))
+
+
+def test_a_rival_that_fails_is_left_out_on_all_ranks(capfd):
+    assert ranks.run(2, rivals_on_a_rank, backend="gloo") == [["good"], ["good"]]
+    said = [line.removeprefix("rank 0: ") for line in capfd.readouterr().out.splitlines()]
+    assert said == [
+        "breaks is left out: RuntimeError: no such operator",
+        "off is left out: ValueError: another result, which differs by 1 of the largest value",
+        "breaks on rank 1 is left out: RuntimeError: no such operator",
+    ]
+
+
+def test_gains():
+    times = {"rival": (6.0, 5.0, 8.0), "yours, 1 piece": (5.0, 5.0, 5.0), "yours, 2 pieces": (4.0, 2.0, 5.0),
+             "copies alone": (2.0, 2.0, 2.0), "matmul alone": (3.0, 3.0, 3.0)}  # fmt: skip
+    assert tp.gain(times, "rival", "yours, ") == (1.5, "1.00 to 4.00 from spread to spread", 2.0)
+    assert tp.gain(times, "another", "yours, ") is tp.gain(times, "rival", "PyTorch") is None
