@@ -178,7 +178,7 @@ def _reason(answer, plan, reason, ops, words):
 
 
 def _valid_plan(p, v, m, halves):
-    "A random plan that can run; `halves` None: B in some stages, I and W in others. Two stages a rank lie in a loop or a V."
+    "A random plan that can run; `halves` None: in some stages. Two stages a rank lie in a loop or a V."
     stages, ended = p * v, set()
     turn = random.choice((lambda s: s - p, lambda s: 2 * p - 1 - s))
     home = {s: s if s < p else turn(s) for s in range(stages)}
