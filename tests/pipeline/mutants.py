@@ -71,6 +71,54 @@ def by_counting(plan):
     return ("cycle", stuck[0]) if stuck else None
 
 
+def b_first(plan):
+    "Right: where all kinds are missing, it names the B."
+    place = {op for row in plan for op in row}
+    for i in {i for _, i, _ in place}:
+        for s in range(1 + max(s for _, _, s in place)):
+            found = {kind for kind in "FBIW" if (kind, i, s) in place}
+            for kind in "WIF" if found & {"I", "W"} else "BF":
+                if kind not in found:
+                    return "missing", (kind, i, s)
+    return solutions.problem(plan)
+
+
+def order_within_a_stage(plan):
+    "Calls it a cycle where two stages of one rank are in the wrong order."
+    found = solutions.problem(plan)
+    if not found or found[0] != "order":
+        return found
+    for row in plan:
+        for k, (kind, i, s) in enumerate(row):
+            needed = {"F": (), "W": [("I", i, s)]}.get(kind, [("F", i, s)])
+            if any(n in row[k + 1 :] for n in needed):
+                return "order", (kind, i, s)
+    return "cycle", next(row[0] for row in plan if row[0][::2] != ("F", 0))
+
+
+def order_first(plan):
+    "Looks for a missing operation last."
+    ops = {op for row in plan for op in row}
+    last = max(s for _, _, s in ops)
+    for row in plan:
+        for k, op in enumerate(row):
+            if any(n in row[k + 1 :] for n in solutions.needs(op, ops, last)):
+                return "order", op
+    return solutions.problem(plan)
+
+
+def halves_everywhere(plan):
+    "Looks once whether the plan has halves."
+    ops = {op for row in plan for op in row}
+    kinds = "FIW" if any(kind == "I" for kind, _, _ in ops) else "FB"
+    for i in sorted({i for _, i, _ in ops}):
+        for s in range(1 + max(s for _, _, s in ops)):
+            for kind in kinds:
+                if (kind, i, s) not in ops:
+                    return "missing", (kind, i, s)
+    return solutions.problem(plan)
+
+
 def highest_rank(plan):
     return solutions.problem(plan[::-1])
 
@@ -305,6 +353,13 @@ def i_of_ones(x, outs, grad):
     return solutions.input_backward(x, outs, torch.ones_like(grad))
 
 
+def i_pops(x, outs, grad):
+    "Takes the last output off the list that W needs."
+    last = outs.pop()
+    found = torch.autograd.grad(last, [x, *outs], grad, retain_graph=True)
+    return found[0], [*found[1:], grad]
+
+
 def w_through_all(layers, outs, grads):
     weights = [p for layer in layers for p in layer.parameters()]
     for p, found in zip(weights, torch.autograd.grad(outs[-1], weights, grads[-1]), strict=True):
@@ -468,7 +523,7 @@ def two_stages_always(p, v, m):
 
 
 RIGHT = {
-    "pipeline.1": [by_graph, by_counting],
+    "pipeline.1": [by_graph, by_counting, b_first],
     "pipeline.2": [gpipe_by_loops, gpipe_by_product],
     "pipeline.3": [cost_by_accumulate, cost_by_sets],
     "pipeline.4": [by_memory, three_phases],
@@ -478,14 +533,16 @@ RIGHT = {
 }
 
 MUTANTS = {
-    "pipeline.1": [no_cycles, highest_rank, w_may_be_missing, one_stage_a_rank, always_names_b, takes_out],
+    "pipeline.1": [no_cycles, highest_rank, w_may_be_missing, one_stage_a_rank, always_names_b, takes_out,
+                   order_within_a_stage, order_first, halves_everywhere],
     "pipeline.2": [last_in_first_out, one_rank_after_the_other, all_in_stage_0, swapped_arguments, halves],
     "pipeline.3": [from_zero, beside_the_work, i_ends_too, w_does_not_end, one_for_all,
                    each_ranks_own_time],
     "pipeline.4": [one_ahead_too_many, one_ahead_too_few, same_on_each_rank, as_if_m_were_large,
                    solutions.gpipe],
     "pipeline.5": [(i_with_weights, solutions.weight_backward), (i_shifted, solutions.weight_backward),
-                   (i_of_ones, solutions.weight_backward), (solutions.input_backward, w_through_all),
+                   (i_of_ones, solutions.weight_backward), (i_pops, solutions.weight_backward),
+                   (solutions.input_backward, w_through_all),
                    (solutions.input_backward, w_overwrites),
                    (solutions.input_backward, w_of_the_first_parameter)],
     "pipeline.6": [w_at_once, all_w_at_the_end, delay_reversed, twice_the_memory, still_1f1b],
