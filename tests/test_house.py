@@ -113,7 +113,7 @@ def sizes():
     for topic, paths in lessons.items():
         checks = [p for p in paths if p.name.startswith("check")]
         exercises = notebook.exercises(notebook.load(next(notebook.NBS.glob(f"??_{topic}.ipynb"))))
-        found[topic] = (lines(*paths) - lines(*checks), {"fusion": 700}.get(topic, 400))
+        found[topic] = (lines(*paths) - lines(*checks), {"fusion": 700, "llama": 1200}.get(topic, 400))
         # An exercise of several ranks costs its check more.
         found[f"{topic}'s checks"] = (
             lines(*checks),

@@ -6,8 +6,8 @@
     save(model, "folder")                # config.json and model.safetensors, as Transformers reads them
     model = load("folder")
 
-Parameters have the names that Transformers' LlamaForCausalLM gives them. `Llama(config, attend=…, norm=…, loss=…)`
-takes other blocks: a function of (q, k, v), a class of (width, eps), a function as `plain_loss`.
+Parameters have the names that Transformers' LlamaForCausalLM gives them. `Llama(config, attend=…, norm=…,
+loss=…)` takes other blocks: a function of (q, k, v), a class of (width, eps), a function as `plain_loss`.
 Method: Touvron et al. 2023 (LLaMA); Su et al. 2021 (rotary); Ainslie et al. 2023 (grouped queries).
 """
 
@@ -161,12 +161,15 @@ class Llama(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.layers) if added else 0.02)
         if config.tied:
             self.lm_head.weight = self.model["embed_tokens"].weight
-        cos, sin = rotary(config)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.cos, self.sin = rotary(config)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)  # moved or converted: the angles follow, and stay fp32
+        self.cos, self.sin = rotary(self.config, self.lm_head.weight.device)
+        return self
 
     def hidden(self, ids, cache=None):
-        "[batch, time, width] before the head; `cache` is a list of a list for each layer, which this call fills."
+        "[batch, time, width] before the head; `cache` has a list for each layer, which this call fills."
         x, start = self.model["embed_tokens"](ids), cache[0][0].shape[2] if cache and cache[0] else 0
         cos, sin = (t[start : start + ids.shape[1]] for t in (self.cos, self.sin))
         for i, block in enumerate(self.model["layers"]):
@@ -182,7 +185,7 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def generate(model, ids, steps, temperature=0.8, top=50, seed=0):
-    """`ids` [batch, time] and `steps` more, each drawn from the `top` likeliest; temperature 0 takes the first.
+    """`ids` [batch, time] and `steps` more, each drawn from the `top` likeliest; at temperature 0 the first.
 
     Earlier keys and values are kept, so that a step computes one position. Stops at the model's context.
     """
@@ -203,9 +206,17 @@ class CheckpointError(ValueError):
         return [str(self)]
 
 
-NAMES = {"vocab": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "ffn": "intermediate_size",
-         "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "context": "max_position_embeddings",
-         "tied": "tie_word_embeddings", "eps": "rms_norm_eps"}  # fmt: skip
+NAMES = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "context": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "eps": "rms_norm_eps",
+}
 
 
 def save(model, folder):
@@ -238,31 +249,38 @@ def load(folder, config=None, **blocks):
     about = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     rope = about.get("rope_parameters") or about.get("rope_scaling") or {}
     if rope.get("rope_type", "default") != "default" or about.get("attention_bias"):
-        raise CheckpointError(f"{folder} is a Llama with scaled positions or biases, which this model doesn't have")
+        raise CheckpointError(
+            f"{folder} is a Llama with scaled positions or biases, which this model doesn't have"
+        )
     if config is None:
         sizes = {ours: about[theirs] for ours, theirs in NAMES.items() if theirs in about}
         config = Config(**sizes, theta=about.get("rope_theta") or rope.get("rope_theta", 10_000.0))
-    tensors = {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(path).items()}
+    tensors = {
+        k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(path).items()
+    }
     if not tensors:
         raise CheckpointError(f"{folder} has no file *.safetensors")
     with torch.device("meta"):
         model = Llama(config, **blocks).to(next(iter(tensors.values())).dtype)
     model = model.to_empty(device="cpu")
-    model.cos, model.sin = rotary(config)
     if config.tied:
         model.lm_head.weight = model.model["embed_tokens"].weight
         tensors.pop("lm_head.weight", None)
-    wanted = {k: p for k, p in model.named_parameters()}
+    wanted = dict(model.named_parameters())
     if odd := sorted(wanted.keys() ^ tensors.keys()):
         missing = odd[0] in wanted
-        raise CheckpointError(f"{folder} {'lacks' if missing else 'has an unknown'} weight {odd[0]}"
-                              + f" (and {len(odd) - 1} more)" * (len(odd) > 1))  # fmt: skip
+        raise CheckpointError(
+            f"{folder} {'lacks' if missing else 'has an unknown'} weight {odd[0]}"
+            + f" (and {len(odd) - 1} more)" * (len(odd) > 1)
+        )
     with torch.no_grad():
         for name, p in wanted.items():
             rows = config.vocab if name in ("model.embed_tokens.weight", "lm_head.weight") else len(p)
             shape = (rows, *p.shape[1:])
             if tensors[name].shape != shape:
-                raise CheckpointError(f"{name} is {list(tensors[name].shape)} in {folder} and {list(shape)} in the "
-                                      "configuration: the checkpoint is of another model")  # fmt: skip
+                raise CheckpointError(
+                    f"{name} is {list(tensors[name].shape)} in {folder} and {list(shape)} in the "
+                    "configuration: the checkpoint is of another model"
+                )
             p.zero_()[:rows].copy_(tensors[name])
     return model

@@ -78,13 +78,15 @@ def encode(tokenizer, texts):
 
 
 def batches(ids, batch, context, seed=0, device="cpu"):
-    """Pairs (x, y) without end: `batch` rows of `context` ids from anywhere in `ids`, and the ids that follow.
+    """Pairs (x, y) without end: `batch` rows of `context` ids from anywhere in `ids`, and what follows each.
 
     Raises TextError where the text is shorter than a row and its next id.
     """
     if len(ids) < context + 1:
-        raise TextError(f"the text has {len(ids):,} tokens, and a context of {context:,} needs {context + 1:,}: "
-                        "take more text or a shorter context")  # fmt: skip
+        raise TextError(
+            f"the text has {len(ids):,} tokens, and a context of {context:,} needs {context + 1:,}: "
+            "take more text or a shorter context"
+        )
     draw, ids = torch.Generator().manual_seed(seed), ids.to(device)
     offsets = torch.arange(context + 1, device=device)
     while True:
@@ -96,7 +98,7 @@ def batches(ids, batch, context, seed=0, device="cpu"):
 class NGram:
     """An n-gram model with interpolated, modified Kneser-Ney smoothing (Chen and Goodman 1998).
 
-    `ids` are training tokens below `vocab`; n * log2(vocab) must be at most 63, since an n-gram is kept as one
+    `ids` are training tokens below `vocab`; n * log2(vocab) is at most 63, since an n-gram is kept as one
     integer. `scale` multiplies the three discounts, which are estimated from counts of counts; tune it.
     """
 
@@ -110,11 +112,19 @@ class NGram:
                 grams, counts = np.unique(grams % vocab**order, return_counts=True)
             ones, twos, threes, fours = (max(1, int((counts == c).sum())) for c in (1, 2, 3, 4))
             y = ones / (ones + 2 * twos)
-            cut = np.clip([1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes], 0.01, None)
+            cut = np.clip(
+                [1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes], 0.01, None
+            )
             contexts, start = np.unique(grams // vocab, return_index=True)
             total = np.add.reduceat(counts, start)
-            kinds = np.stack([np.add.reduceat(counts == 1, start), np.add.reduceat(counts == 2, start),
-                              np.add.reduceat(counts > 2, start)], 1)  # fmt: skip
+            kinds = np.stack(
+                [
+                    np.add.reduceat(counts == 1, start),
+                    np.add.reduceat(counts == 2, start),
+                    np.add.reduceat(counts > 2, start),
+                ],
+                1,
+            )
             self.tables.append((grams, counts, contexts, total, kinds, cut))
         self.tables.reverse()
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from course_lib.llama import model as llama
 from course_lib.llama import text
-from course_lib.llama.solutions import parallelize
 
 WAYS = ("one", "data", "sharded", "tensor")
 
@@ -50,9 +49,9 @@ def flops(config, context):
 def needed(config, batch, context, weight=4, scores=False, logits=6, ranks=1):
     """Bytes that a training step needs at its peak, estimated: {"weights": …, "activations": …, "logits": …}.
 
-    `weight` is 4 for fp32 weights and activations, 2 for bf16 activations (from fp32 weights or with an fp32
-    master). Each weight takes 16 bytes with gradient and AdamW's moments, over `ranks` where sharded. `scores`
-    says that attention stores them. `logits` is bytes for each logit: 2 in place, more where fp32 copies live.
+    `weight` is the bytes of an activation: 4 for fp32, 2 for bf16. Each weight takes 16 bytes with its gradient
+    and AdamW's moments (18 in bf16 with an fp32 copy), divided by `ranks` where it is sharded. `scores` says
+    that attention stores them. `logits` is bytes for each logit: 2 in place, more where copies are alive.
     """
     blocks, head = parameters(config)
     tokens, kv = batch * context, config.kv_heads * config.head_dim
@@ -60,19 +59,24 @@ def needed(config, batch, context, weight=4, scores=False, logits=6, ranks=1):
     # Kept for backward by each layer: the inputs of its matmuls, of SwiGLU, of attention, and of both norms.
     numbers = 6 * config.width + 2 * (config.width + kv) + 3 * config.ffn
     numbers += 3 * config.heads * context if scores else 0
-    return {"weights": weights, "activations": config.layers * numbers * tokens * weight,
-            "logits": logits * tokens * config.rows}  # fmt: skip
+    return {
+        "weights": weights,
+        "activations": config.layers * numbers * tokens * weight,
+        "logits": logits * tokens * config.rows,
+    }
 
 
 def refuse_small_gpu(need, what, free=None):
-    "Raise MemoryNeed where this GPU has less free memory than `need` says; on a CPU nothing is refused."
-    if free is None:
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else math.inf
+    "Raise MemoryNeed where this GPU has less memory left than `need` says, in bytes by part."
+    if free is None:  # what no process has, and what PyTorch has and doesn't use
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     total = sum(need.values())
     if total > free:
         parts = ", ".join(f"{name} {n / 1e9:.1f}" for name, n in need.items())
-        raise MemoryNeed(f"{what} needs about {total / 1e9:.1f} GB ({parts}) and this GPU has {free / 1e9:.1f} GB "
-                         "free: take a smaller batch or a smaller model")  # fmt: skip
+        raise MemoryNeed(
+            f"{what} needs about {total / 1e9:.1f} GB ({parts}) and this GPU has {free / 1e9:.1f} GB "
+            "free: take a smaller batch or a smaller model"
+        )
 
 
 def optimizers(model, lr):
@@ -80,7 +84,11 @@ def optimizers(model, lr):
     weights = list(model.parameters())
     kinds = [[p for p in weights if isinstance(p, DTensor) is parts] for parts in (False, True)]
     fused = weights[0].is_cuda
-    return [torch.optim.AdamW(some, lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused) for some in kinds if some]
+    return [
+        torch.optim.AdamW(some, lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+        for some in kinds
+        if some
+    ]
 
 
 def rate(step, steps, warm):
@@ -90,28 +98,35 @@ def rate(step, steps, warm):
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def train(config, ids, *, way="one", batch=32, context=None, steps=300, lr=1e-3, compiled=None, report=None):
+def train(
+    config, ids, *, way="one", parallelize=None, batch=32, steps=300, lr=1e-3, report=None, device=None
+):
     """(model, losses by step, seconds by step) of `steps` steps on `batch` rows of `ids`, drawn with seed 0.
 
-    On ranks that exist already, `way` says how they share the work; `batch` counts the rows of all of them.
-    `report(step, loss, seconds)` is called after every tenth of the steps. The loss is the mean over the batch.
+    On ranks that exist, `way` says how they share the work, and `parallelize(model, way, mesh)` does it; `batch`
+    counts the rows of all ranks. `report(step, loss, seconds)` is called after each tenth of the steps.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    on_gpu = torch.cuda.is_available()
-    device, context = torch.device("cuda" if on_gpu else "cpu"), context or config.context
+    device, context = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), config.context
+    on_gpu = device.type == "cuda"
     rows = 1 if way in ("one", "tensor") else world
     if batch % rows:
         raise ValueError(f"{batch} rows can't be shared evenly by {rows} ranks: take a multiple of {rows}")
-    refuse_small_gpu(needed(config, batch // rows, context, 2 if on_gpu else 4, ranks=rows if way == "sharded" else 1),
-                     f"a step of {batch // rows:,} × {context:,} tokens")  # fmt: skip
+    if on_gpu:
+        need = needed(config, batch // rows, context, 2, ranks=rows if way == "sharded" else 1)
+        refuse_small_gpu(need, f"a step of {batch // rows:,} × {context:,} tokens")
     torch.manual_seed(0)
     with device:
         model = llama.Llama(config)
-    if compiled if compiled is not None else on_gpu:
+    if on_gpu:
         model.loss = torch.compile(model.loss, dynamic=False)
         for block in model.model["layers"]:  # one block is compiled, and its code serves all of them
             block.compile(dynamic=False)
-    whole = model if way == "one" else parallelize(model, way, init_device_mesh(device.type, (world,)))
+    whole = model
+    if way != "one":
+        if parallelize is None:  # the one that lesson llama's exercise has
+            from course_lib.llama.solutions import parallelize
+        whole = parallelize(model, way, init_device_mesh(device.type, (world,)))
     opts, losses, seconds = optimizers(model, lr), [], []
     autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext()
     begin = time.perf_counter()
@@ -145,8 +160,10 @@ def evaluate(model, ids, context=None, batch=16):
     context, device = context or model.config.context, model.cos.device
     rows = ids[: (len(ids) - 1) // context * context + 1]
     if len(rows) < context + 1:
-        raise text.TextError(f"the text has {len(ids):,} tokens, and a context of {context:,} needs {context + 1:,}: "
-                             "take more text or a shorter context")  # fmt: skip
+        raise text.TextError(
+            f"the text has {len(ids):,} tokens, and a context of {context:,} needs {context + 1:,}: "
+            "take more text or a shorter context"
+        )
     x, y = (t.view(-1, context).to(device) for t in (rows[:-1], rows[1:]))
     autocast = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
     total = 0.0
@@ -162,8 +179,13 @@ def main():
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--batch", type=int, default=32, help="rows of all ranks together")
     options.add_argument("--lr", type=float, default=1e-3)
-    options.add_argument("--shape", type=int, nargs=6, default=(384, 6, 6, 2, 1024, 512),
-                         metavar=("WIDTH", "LAYERS", "HEADS", "KV_HEADS", "FFN", "CONTEXT"))  # fmt: skip
+    options.add_argument(
+        "--shape",
+        type=int,
+        nargs=6,
+        default=(384, 6, 6, 2, 1024, 512),
+        metavar=("WIDTH", "LAYERS", "HEADS", "KV_HEADS", "FFN", "CONTEXT"),
+    )
     options.add_argument("--vocab", type=int, default=4096)
     options.add_argument("--packages", nargs="*", default=text.PACKAGES, help="whose documentation is read")
     options.add_argument("--out", help="a folder for the weights, as Transformers reads them, and the tokens")
@@ -188,12 +210,21 @@ def main():
         print(f"step {step:6,}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s", flush=True)
 
     try:
-        model, losses, _ = train(config, text.encode(tokenizer, training), way=given.way, batch=given.batch,
-                                 steps=given.steps, lr=given.lr, report=report)  # fmt: skip
+        model, _, _ = train(
+            config,
+            text.encode(tokenizer, training),
+            way=given.way,
+            batch=given.batch,
+            steps=given.steps,
+            lr=given.lr,
+            report=report,
+        )
         if given.way == "sharded":  # whole weights again, for what follows
             whole = {k: v.full_tensor() for k, v in model.state_dict().items()}
         elif given.way == "tensor":
-            whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+            whole = {
+                k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()
+            }
         else:
             whole = model.state_dict()
         if first:
