@@ -101,7 +101,7 @@ def explore_memory(layers=8, width=1024, batch=8, context=2048, scores=True, fp3
     config = Config(
         32_000, width, layers, width // 128, width // 512, -(-(11 * width // 4) // 128) * 128, context
     )
-    need = train.needed(config, batch, context, 4 if fp32 else 2, scores, 12 if fp32 else 2)
+    need = train.needed(config, batch, 4 if fp32 else 2, scores, 12 if fp32 else 2)
     return {
         "need": {k: n / 1e9 for k, n in need.items()},
         "millions": sum(train.parameters(config)) / 1e6,

@@ -1,5 +1,5 @@
-"""Checks of lesson llama. Oracles: a step written out, dense attention and cross-entropy in float64, one process,
-Meta's rotation of neighbouring pairs, a model whose loss says what it was shown."""
+"""Checks of lesson llama. Oracles: a step written out, dense attention and cross-entropy in float64, one
+process, Meta's rotation of neighbouring pairs, a model whose loss says what it was shown."""
 
 import functools
 import math

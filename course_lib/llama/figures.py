@@ -45,7 +45,7 @@ def view_memory(found):
         title=f"{found['millions']:,.0f} million parameters",
         xlabel=f"GB (dashed: {found['gpu']} GB)",
     )
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=3, fontsize=9)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.15), ncols=4, fontsize=9)
     return fig
 
 

@@ -46,24 +46,29 @@ def flops(config, context):
     return 6 * (blocks + head) + 6 * config.layers * config.width * (context + 1)
 
 
-def needed(config, batch, context, weight=4, scores=False, logits=6, ranks=1):
-    """Bytes that a training step needs at its peak, estimated: {"weights": …, "activations": …, "logits": …}.
+def needed(config, batch, activation=4, scores=False, logits=12, ranks=1):
+    """Bytes that a training step on `batch` rows of the context needs at its peak, estimated, by part.
 
-    `weight` is the bytes of an activation: 4 for fp32, 2 for bf16. Each weight takes 16 bytes with its gradient
-    and AdamW's moments (18 in bf16 with an fp32 copy), divided by `ranks` where it is sharded. `scores` says
-    that attention stores them. `logits` is bytes for each logit: 2 in place, more where copies are alive.
+    A weight takes 16 bytes with its gradient and AdamW's moments, divided by `ranks` where it is sharded.
+    `activation` is the bytes of an activation: 4 in fp32, 2 in bf16, about 3 with autocast in eager code,
+    which keeps some in both. `scores` says that attention stores them. `logits` is the bytes of a logit with
+    all of its copies: 12 for F.cross_entropy (an fp32 copy and the gradient), 2 for one in place in bf16.
     """
     blocks, head = parameters(config)
-    tokens, kv = batch * context, config.kv_heads * config.head_dim
-    weights = 16 * (blocks + head * (1 if config.tied else 2)) // ranks
+    tokens, kv = batch * config.context, config.kv_heads * config.head_dim
     # Kept for backward by each layer: the inputs of its matmuls, of SwiGLU, of attention, and of both norms.
     numbers = 6 * config.width + 2 * (config.width + kv) + 3 * config.ffn
-    numbers += 3 * config.heads * context if scores else 0
-    return {
-        "weights": weights,
-        "activations": config.layers * numbers * tokens * weight,
+    need = {
+        "weights": 16 * (blocks + head * (1 if config.tied else 2)) // ranks,
+        "activations": config.layers * numbers * tokens * activation,
         "logits": logits * tokens * config.rows,
     }
+    if (
+        scores
+    ):  # each layer keeps its softmax, in fp32 and in the products' dtype; in backward three more live
+        softmax = config.heads * config.context * tokens
+        need["scores"] = softmax * (config.layers * (4 if activation == 4 else 6) + 12)
+    return need
 
 
 def refuse_small_gpu(need, what, free=None):
@@ -83,12 +88,8 @@ def optimizers(model, lr):
     "AdamW for the weights; those in parts and those that are whole can't be in one call."
     weights = list(model.parameters())
     kinds = [[p for p in weights if isinstance(p, DTensor) is parts] for parts in (False, True)]
-    fused = weights[0].is_cuda
-    return [
-        torch.optim.AdamW(some, lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
-        for some in kinds
-        if some
-    ]
+    given = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    return [torch.optim.AdamW(some, **given) for some in kinds if some]
 
 
 def rate(step, steps, warm):
@@ -103,8 +104,8 @@ def train(
 ):
     """(model, losses by step, seconds by step) of `steps` steps on `batch` rows of `ids`, drawn with seed 0.
 
-    On ranks that exist, `way` says how they share the work, and `parallelize(model, way, mesh)` does it; `batch`
-    counts the rows of all ranks. `report(step, loss, seconds)` is called after each tenth of the steps.
+    On ranks that exist, `way` says how they share the work, and `parallelize(model, way, mesh)` does it;
+    `batch` counts the rows of all ranks. `report(step, loss, seconds)` is called at each tenth of the steps.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, context = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), config.context
@@ -113,7 +114,7 @@ def train(
     if batch % rows:
         raise ValueError(f"{batch} rows can't be shared evenly by {rows} ranks: take a multiple of {rows}")
     if on_gpu:
-        need = needed(config, batch // rows, context, 2, ranks=rows if way == "sharded" else 1)
+        need = needed(config, batch // rows, 2, ranks=rows if way == "sharded" else 1)
         refuse_small_gpu(need, f"a step of {batch // rows:,} × {context:,} tokens")
     torch.manual_seed(0)
     with device:
@@ -231,13 +232,14 @@ def main():
             with torch.device(model.cos.device):
                 model = llama.Llama(config)
             model.load_state_dict(whole)
-            print(f"validation loss {evaluate(model, text.encode(tokenizer, validation)):.4f}")
+            print(f"validation loss {evaluate(model, text.encode(tokenizer, validation)):.4f}", flush=True)
             if given.out:
                 llama.save(model, given.out)
                 tokenizer.save(os.path.join(given.out, "tokenizer.json"))
     except (MemoryNeed, text.TextError, ValueError) as e:
         sys.exit(str(e))
     if dist.is_initialized():
+        dist.barrier()  # no rank ends while another still computes
         dist.destroy_process_group()
 
 
