@@ -147,13 +147,13 @@ def strided_groups(q, k, v):
 # --- llama.3: the head and its loss in chunks --------------------------------------------------
 
 
-def _head_loss(part=None, pad=True, fp32=True, scale=True, keep=False, chunks=True, mean=False):
+def _head_loss(part=None, pad=True, fp32=True, scale=True, keep=False, chunks=True, mean=False, wait=False):
     "A HeadLoss with one thing changed."
 
     class HeadLoss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, targets, vocab, chunk, xent):
-            total = (targets >= 0).sum()
+            total = (targets >= 0).sum().item() if wait else (targets >= 0).sum()
             losses, grad_x = torch.zeros((), device=x.device), torch.empty_like(x)
             grad_w = torch.zeros_like(weight, dtype=torch.float32 if fp32 else None)
             kept, chunk, means = [], chunk if chunks else len(x), []
@@ -465,6 +465,7 @@ MUTANTS = {
         _head_loss(keep=True),
         _head_loss(chunks=False),
         _head_loss(mean=True),
+        _head_loss(wait=True),
     ],
     "llama.4": [shards_the_whole, forgets_the_rest, no_feed_forward, copies_everywhere, no_averages],
     "llama.5": [

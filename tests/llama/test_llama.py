@@ -112,7 +112,7 @@ def test_the_estimate_of_memory_is_near_what_a_step_holds(scores, logits, blocks
 
 def test_a_small_gpu_is_refused_before_the_run():
     need = train.needed(TINY, 64)
-    with pytest.raises(train.MemoryNeed, match="a rung needs about 0.0 GB"):
+    with pytest.raises(train.MemoryNeed, match=r"a rung needs about 0[.]0 GB"):
         train.refuse_small_gpu(need, "a rung", free=1e3)
     train.refuse_small_gpu(need, "a rung", free=1e12)
 
