@@ -120,6 +120,9 @@ def train(
     with device:
         model = llama.Llama(config)
     if on_gpu:
+        from torch._inductor import config as inductor
+
+        inductor.compile_threads = 1  # a pool of compilers takes longer to start than one block to compile
         model.loss = torch.compile(model.loss, dynamic=False)
         for block in model.model["layers"]:  # one block is compiled, and its code serves all of them
             block.compile(dynamic=False)
