@@ -64,6 +64,27 @@ def flat_xent(logits, target):
     return loss
 
 
+def meta_names(config):
+    "{Meta's name: shape} of a Llama's weights in their first release."
+    kv, shapes = config.kv_heads * config.head_dim, {"tok_embeddings.weight": (config.vocab, config.width)}
+    for i in range(config.layers):
+        rows = {
+            "attention.wq": config.width,
+            "attention.wk": kv,
+            "attention.wv": kv,
+            "attention.wo": config.width,
+        }
+        rows |= {
+            "feed_forward.w1": config.ffn,
+            "feed_forward.w2": config.width,
+            "feed_forward.w3": config.ffn,
+        }
+        sizes = {k: (n, config.ffn if k.endswith("w2") else config.width) for k, n in rows.items()}
+        sizes |= {"attention_norm": (config.width,), "ffn_norm": (config.width,)}
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in sizes.items()}
+    return shapes | {"norm.weight": (config.width,), "output.weight": (config.vocab, config.width)}
+
+
 def meta_logits(weights, config, ids):
     "Logits by Meta's own names and rotation: each pair of neighbours of a head is a complex number."
     d, time = config.head_dim, ids.shape[1]

@@ -1,6 +1,7 @@
 """Checks of lesson llama. Oracles: a step written out, dense attention and cross-entropy in float64, one
 process, Meta's rotation of neighbouring pairs, a model whose loss says what it was shown."""
 
+import contextlib
 import functools
 import math
 import random
@@ -22,7 +23,7 @@ from course_lib.llama.model import Config, Llama
 
 
 class _Watch(TorchDispatchMode):
-    "The dtypes of matmuls and of cross-entropies, and the shapes of the largest tensors that were made."
+    "The dtypes of matmuls and of cross-entropies."
 
     def __init__(self):
         super().__init__()
@@ -39,19 +40,12 @@ class _Watch(TorchDispatchMode):
 
 def _config(**changes):
     heads, groups, d = random.choice([(4, 2, 8), (6, 3, 4), (6, 2, 8)])
-    return replace(
-        Config(
-            vocab=random.randint(40, 90),
-            width=heads * d,
-            layers=2,
-            heads=heads,
-            kv_heads=groups,
-            ffn=random.randint(20, 40),
-            context=24,
-            pad=1,
-        ),
-        **changes,
-    )
+    vocab, ffn = random.randint(40, 90), random.randint(20, 40)
+    return replace(Config(vocab, heads * d, 2, heads, groups, ffn, context=24, pad=1), **changes)
+
+
+def _adamw(model):
+    return torch.optim.AdamW(model.parameters(), 0.01, betas=(0.5, 0.9), eps=1e-3, foreach=False)
 
 
 @core.exercise("llama.1", "every product in bf16, weights and loss in fp32, no sync, nothing left over")
@@ -61,15 +55,12 @@ def step(answer):
     x, y = torch.randint(0, config.vocab, (2, 3, 17))
     model, twin = Llama(config), Llama(config)
     twin.load_state_dict(model.state_dict())
-    opts = [
-        torch.optim.AdamW(m.parameters(), 0.01, betas=(0.5, 0.9), eps=1e-3, foreach=False)
-        for m in (model, twin)
-    ]
+    opts = _adamw(model), _adamw(twin)
     for number in range(3):
         if number == 1:  # a gradient that an earlier step left behind would show
+            left = any(p.grad is not None and p.grad.any() for p in model.parameters())
             core.require(
-                not any(p.grad is not None and p.grad.any() for p in model.parameters()),
-                "after a step the gradients are not cleared: the next backward pass adds to them",
+                not left, "gradients are left over after a step: the next backward pass adds to them"
             )
         with torch.autocast("cpu", torch.bfloat16):
             want = twin(x, y)
@@ -85,22 +76,16 @@ def step(answer):
 
         got = core.call(watched, model, opts[0], x, y, mutates=(0, 1))
         counts = seen.counts
-        core.require(
-            isinstance(got, torch.Tensor), f"what train_step returns: expected a tensor, got {core.kind(got)}"
-        )
+        core.require(isinstance(got, torch.Tensor), f"train_step: expected a tensor, got {core.kind(got)}")
         where = f" (line {counts.where[0]})" if counts.where else ""
         core.equal(counts.syncs, 0, f"syncs in a step{where}")
         core.require(not got.requires_grad, "the returned loss holds the graph of the step: detach it")
         fp32 = sum(d != torch.bfloat16 for d in seen.products)
         core.equal(fp32, 0, f"matmuls in fp32, of {len(seen.products)} in a step")
-        core.require(
-            seen.losses == [torch.float32], "the cross-entropy is computed in bf16: compute it in fp32"
-        )
+        core.require(seen.losses == [torch.float32], "the cross-entropy is in bf16: compute it in fp32")
         core.close(got.float(), want.detach(), f"loss of step {number + 1}", rtol=1e-3)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        core.require(
-            p.dtype == torch.float32, f"{name} is {p.dtype} after three steps: the weights stay in fp32"
-        )
+        core.require(p.dtype == torch.float32, f"{name} is {p.dtype} after three steps: keep it in fp32")
         core.close(p, q, f"{name} after three steps", rtol=1e-2, atol=2e-3)
 
 
@@ -123,19 +108,16 @@ def attend(answer):
         core.close(got, want, f"{what}, {heads} heads and {groups} of keys", rtol=1e-4, atol=1e-5)
         core.require(got.requires_grad, "the result has no gradient: training needs one")
         out, upstream = answer(q, k, v), torch.randn(want.shape)
-        for name, a, b in zip(
-            "qkv", *(torch.autograd.grad((o * upstream).sum(), (q, k, v)) for o in (out, want)), strict=True
-        ):
+        grads = [torch.autograd.grad((o * upstream).sum(), (q, k, v)) for o in (out, want)]
+        for name, a, b in zip("qkv", *grads, strict=True):
             core.close(a, b, f"gradient of {name}, {what}", rtol=1e-3, atol=1e-4)
     for new, known in ((300, 300), (100, 400), (1, 2000)):
         q, (k, v) = torch.randn(2, 16, new, 16), torch.randn(2, 2, 2, known, 16)
         scores, repeated = 2 * 16 * new * known * 4, 8 * k.nbytes
         held = meter.peak_memory(answer, q, k, v)
-        core.require(
-            held < min(scores / 2, repeated) if new == 1 else held < scores / 2,
-            f"{new} queries of {known} positions: held {held:,} bytes, and all scores are {scores:,}, the "
-            f"keys repeated for each head {repeated:,}: store neither",
-        )
+        sizes = f"all scores are {scores:,}, the keys repeated for each head {repeated:,}: store neither"
+        limit = min(scores / 2, repeated) if new == 1 else scores / 2
+        core.require(held < limit, f"{new} queries of {known} positions: held {held:,} bytes; {sizes}")
 
 
 @core.exercise("llama.3", "loss and gradients right for any chunk and padding; one chunk of logits alive")
@@ -172,37 +154,27 @@ def head_loss(answer):
         (want * scale).backward()
         for name, a, b in zip(("x", "weight"), mine, oracle, strict=True):
             core.require(a.grad is not None, f"backward gave no gradient for {name}")
-            core.close(
-                a.grad,
-                b.grad,
-                f"gradient of {scale:.2f} times the loss for {name}, {what}",
-                rtol=1e-3,
-                atol=1e-5,
-            )
-        core.equal(
-            sizes, [min(chunk, n - i) for i in range(0, n, chunk)], "rows given to xent, chunk by chunk"
-        )
+            grad = f"gradient of {scale:.2f} times the loss for {name}, {what}"
+            core.close(a.grad, b.grad, grad, rtol=1e-3, atol=1e-5)
+        parts = [min(chunk, n - i) for i in range(0, n, chunk)]
+        core.equal(sizes, parts, "rows given to xent, chunk by chunk")
     n, width, rows = 2048, 16, 1024
     x, w, y = torch.randn(n, width), torch.randn(rows, width), torch.randint(0, rows, (n,))
-    held = meter.peak_memory(
-        lambda: answer.apply(x.requires_grad_(), w.requires_grad_(), y, rows, 128, lesson.flat_xent)
-    )
+    x, w = x.requires_grad_(), w.requires_grad_()
+    held = meter.peak_memory(lambda: answer.apply(x, w, y, rows, 128, lesson.flat_xent))
     one, full = 128 * rows * 4, n * rows * 4
-    core.require(
-        held < 2.5 * one,
-        f"held {held:,} bytes at the peak; a chunk of logits has {one:,} and all logits "
-        f"{full:,}: keep one chunk, and compute its gradients at once",
-    )
+    sizes = f"a chunk of logits has {one:,} and all logits {full:,}: keep one chunk at a time"
+    core.require(held < 2.5 * one, f"held {held:,} bytes at the peak; {sizes}")
     x, w = (3 * torch.randn(4096, 8)).bfloat16(), torch.randn(16, 8).bfloat16()
-    leaf = w.clone().requires_grad_()
-    answer.apply(x, leaf, torch.zeros(4096, dtype=torch.long), 16, 16, lesson.xent).backward()
-    oracle = w.double().requires_grad_()
-    F.cross_entropy(x.double() @ oracle.T, torch.zeros(4096, dtype=torch.long)).backward()
-    off = ((leaf.grad.double() - oracle.grad).norm() / oracle.grad.norm()).item()
-    core.require(
-        off < 0.006,
-        f"bf16 in 256 chunks: the weight's gradient is off by {off:.1%}; add the chunks' parts in fp32",
+    leaf, oracle, y = (
+        w.clone().requires_grad_(),
+        w.double().requires_grad_(),
+        torch.zeros(4096, dtype=torch.long),
     )
+    answer.apply(x, leaf, y, 16, 16, lesson.xent).backward()
+    F.cross_entropy(x.double() @ oracle.T, y).backward()
+    off = ((leaf.grad.double() - oracle.grad).norm() / oracle.grad.norm()).item()
+    core.require(off < 0.006, f"bf16 in 256 chunks: the weight's gradient is off by {off:.1%}; add in fp32")
 
 
 def _losses(parallelize, way, config, rows, steps):
@@ -213,22 +185,14 @@ def _losses(parallelize, way, config, rows, steps):
     whole = parallelize(model, way, init_device_mesh("cpu", (world,))) if way else model
     if whole is None:
         return core.kind(whole)
-    opts = [
-        torch.optim.SGD(some, 0.5)
-        for some in (
-            [p for p in model.parameters() if isinstance(p, DTensor) is parts] for parts in (False, True)
-        )
-        if some
-    ]
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is parts] for parts in (False, True)]
+    opts = [torch.optim.SGD(some, 0.5) for some in kinds if some]
     losses, calls = [], {}
     for step in range(steps):
         x, y = (t.chunk(world)[dist.get_rank()] if way in ("data", "sharded") else t for t in rows[step])
-        if way:
-            with meter.count_comm() as c:
-                loss = whole(x, y)
-            calls = dict(c.collectives)
-        else:
+        with meter.count_comm() if way else contextlib.nullcontext() as c:
             loss = whole(x, y)
+        calls = dict(c.collectives) if way else {}
         loss.backward()
         for opt in opts:
             opt.step()
@@ -238,35 +202,22 @@ def _losses(parallelize, way, config, rows, steps):
             dist.all_reduce(loss)
             loss /= world
         losses.append(loss.item())
-    kept = [
-        sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in m.parameters())
-        for m in (model.model["layers"], model)
-    ]
+    parts = [[p.to_local() if isinstance(p, DTensor) else p for p in m.parameters()]
+             for m in (model.model["layers"], model)]  # fmt: skip
+    kept = [sum(p.numel() for p in some) for some in parts]
     return losses, kept, calls
 
 
 @core.exercise("llama.4", "three ways on two ranks, with the losses of one process, and each with its share")
 def parallelize(answer):
     core.need_callable(answer)
-    config = Config(
-        vocab=random.randint(40, 60),
-        width=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        ffn=48,
-        context=16,
-        tied=random.random() < 0.5,
-        pad=2,
-    )
+    config = Config(random.randint(40, 60), 32, 2, 4, 2, 48, context=16, tied=random.random() < 0.5, pad=2)
     rows = [torch.randint(0, config.vocab, (2, 4, 12)) for _ in range(3)]
     want, (blocks, total), _ = _losses(answer, None, config, rows, 3)
     norms = 2 * config.layers * config.width
-    share = {
-        "data": (blocks, total),
-        "sharded": (blocks // 2, total // 2),
-        "tensor": ((blocks - norms) // 2 + norms, total - (blocks - norms) // 2),
-    }
+    share = {"data": (blocks, total), "sharded": (blocks // 2, total // 2)}
+    share["tensor"] = (blocks - norms) // 2 + norms, total - (blocks - norms) // 2
+    wanted = {"tensor": {"all_reduce": 2 * config.layers}, "sharded": {"all_gather": config.layers + 1}}
     with ranks.Group(2, backend="gloo") as group:
         for way in ("data", "sharded", "tensor"):
             try:
@@ -280,45 +231,19 @@ def parallelize(answer):
                     raise core.Wrong(f"way {way!r}: expected the model to call, got {got}")
                 losses, kept, calls = got
                 for i, (a, b) in enumerate(zip(losses, want, strict=True)):
-                    core.close(
-                        a, b, f"{way}, rank {rank}: loss of step {i + 1} against one process", rtol=1e-4
-                    )
+                    step = f"{way}, rank {rank}: loss of step {i + 1} against one process"
+                    core.close(a, b, step, rtol=1e-4)
                 for n, m, name in zip(kept, share[way], ("the blocks", "the model"), strict=True):
                     core.equal(n, m, f"{way}: numbers of {name} that rank {rank} keeps")
-                if way == "tensor":
-                    core.equal(
-                        calls, {"all_reduce": 2 * config.layers}, "tensor: collectives of a forward pass"
-                    )
-                if way == "sharded":
-                    core.equal(
-                        calls, {"all_gather": config.layers + 1}, "sharded: collectives of a forward pass"
-                    )
-
-
-def meta_names(config):
-    "{Meta's name: shape} of a Llama's weights in their first release."
-    kv, shapes = config.kv_heads * config.head_dim, {"tok_embeddings.weight": (config.vocab, config.width)}
-    for i in range(config.layers):
-        sizes = {
-            "attention.wq": (config.width, config.width),
-            "attention.wk": (kv, config.width),
-            "attention.wv": (kv, config.width),
-            "attention.wo": (config.width, config.width),
-            "feed_forward.w1": (config.ffn, config.width),
-            "feed_forward.w2": (config.width, config.ffn),
-            "feed_forward.w3": (config.ffn, config.width),
-            "attention_norm": (config.width,),
-            "ffn_norm": (config.width,),
-        }
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in sizes.items()}
-    return shapes | {"norm.weight": (config.width,), "output.weight": (config.vocab, config.width)}
+                if way in wanted:
+                    core.equal(calls, wanted[way], f"{way}: collectives of a forward pass")
 
 
 @core.exercise("llama.5", "every weight under Transformers' name, and the logits of Meta's own rotation")
 def from_meta(answer):
-    for _ in range(2):
-        config = _config(tied=False, layers=random.choice([2, 11]))
-        given = {k: torch.randn(s) / (4 if len(s) > 1 else 1) for k, s in meta_names(config).items()}
+    for layers in (2, 11):
+        config = _config(tied=False, layers=layers)
+        given = {k: torch.randn(s) / (4 if len(s) > 1 else 1) for k, s in lesson.meta_names(config).items()}
         given = {k: v.bfloat16() for k, v in given.items()}
         given["rope.freqs"] = torch.randn(config.head_dim // 2)  # in some files, and no weight
         got = core.call(answer, dict(given), config)
@@ -328,41 +253,29 @@ def from_meta(answer):
         for name in sorted(wanted.keys() | got.keys()):
             core.require(name in got, f"the weight {name} is missing")
             core.require(
-                name in wanted, f"{name} is no weight of Transformers' Llama: leave it out or rename it"
+                name in wanted, f"{name} is no weight of Transformers' Llama: rename it or leave it out"
             )
             core.equal(tuple(got[name].shape), tuple(wanted[name].shape), f"shape of {name}")
-            core.require(
-                got[name].dtype == torch.bfloat16, f"{name} is {got[name].dtype}; the file has bfloat16"
-            )
+            core.equal(str(got[name].dtype), "torch.bfloat16", f"dtype of {name}")
         model.load_state_dict(got)
         ids = torch.randint(0, config.vocab, (2, 9))
         want = lesson.meta_logits({k: v.double() for k, v in given.items()}, config, ids)
-        core.close(
-            model.double()(ids),
-            want,
-            "logits (look at the rows of wq and wk, and at gate, up and down)",
-            rtol=1e-3,
-            atol=1e-3,
-        )
+        where = "logits (look at the rows of wq and wk, at gate, up and down, at the two norms)"
+        core.close(model.double()(ids), want, where, rtol=1e-3, atol=1e-3)
 
 
 class _Scores(nn.Module):
-    "Stands for a Llama: the loss of a target tells which target it is and how many tokens stand before it."
+    "Stands for a Llama: the loss of a target tells the token before it and how many stand before it."
 
     def __init__(self, vocab, context):
         super().__init__()
         self.config = Config(vocab, 8, 1, 1, 1, 8, context)
-        self.register_buffer("cos", torch.zeros(1))
-        self.largest, self.table = 0, torch.rand(vocab, context)
+        self.places, self.words = torch.rand(context, vocab), torch.rand(vocab, vocab)
 
     def forward(self, ids):
-        n = ids.shape[1]
-        core.require(
-            n <= self.config.context, f"the model was given {n} tokens; its context is {self.config.context}"
-        )
-        self.largest = max(self.largest, ids.numel())
-        own = torch.zeros(*ids.shape, self.config.vocab)
-        return own + self.table.T[:n][None].expand_as(own)
+        n, most = ids.shape[1], self.config.context
+        core.require(n <= most, f"the model was given {n} tokens; its context is {most}")
+        return self.words[ids] + self.places[:n]
 
 
 @core.exercise("llama.6", "each token once, each with the most before it; no gradient is kept")
@@ -375,19 +288,18 @@ def score(answer):
         (9, 16, 8),
         (80, 20, 1),
     ):
-        model, ids = _Scores(31, context).train(), torch.randint(0, 31, (length,))
-        total, number = 0.0, 0
+        model, ids, total = _Scores(31, context), torch.randint(0, 31, (length,)), 0.0
         for t in range(1, length):  # target t, by the first window that reaches it
             window = 0 if t <= context else -(-(t - context) // stride)
-            before = t - 1 - window * stride
-            logits = model.table.double().T[before]
-            total, number = total + (logits.logsumexp(0) - logits[ids[t]]).item(), number + 1
-        with torch.enable_grad():
-            got = core.parts(
-                core.call(answer, model, ids, stride, mutates=(0,)), "total tokens", "what score returns"
-            )
-        what = f"{length} tokens, context {context}, stride {stride}"
-        core.equal(got[1], number, f"tokens scored, {what}")
+            logits = model.places.double()[t - 1 - window * stride] + model.words[ids[t - 1]]
+            total += (logits.logsumexp(0) - logits[ids[t]]).item()
+        model.places.requires_grad_()
+        got = core.call(answer, model, ids, stride, mutates=(0,))
+        got, what = (
+            core.parts(got, "total tokens", "score"),
+            f"{length} tokens, context {context}, stride {stride}",
+        )
+        core.equal(got[1], length - 1, f"tokens scored, {what}")
         core.close(got[0], total, f"sum of the losses, {what}", rtol=1e-4)
         core.require(
             not getattr(got[0], "requires_grad", False), "the sum holds a graph: use torch.no_grad()"

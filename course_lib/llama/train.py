@@ -124,8 +124,8 @@ def train(
 
         inductor.compile_threads = 1  # a pool of compilers takes longer to start than one block to compile
         model.loss = torch.compile(model.loss, dynamic=False)
-        for block in model.model["layers"]:  # one block is compiled, and its code serves all of them
-            block.compile(dynamic=False)
+        for block in model.model["layers"]:  # one is compiled, and its code serves all; hooks stay outside
+            block.forward = torch.compile(block.forward, dynamic=False)
     whole = model
     if way != "one":
         if parallelize is None:  # the one that lesson llama's exercise has

@@ -437,6 +437,19 @@ def mean_of_windows(model, ids, stride):
     return total / number, number
 
 
+@torch.no_grad()
+def shifted_window(model, ids, stride):
+    total, done = 0.0, 0
+    for start in range(0, len(ids) - 1, stride):
+        end = min(start + model.config.context, len(ids) - 1)
+        logits = model(ids[None, start + 1 : end + 1])[0, done - start :]
+        total += F.cross_entropy(logits, ids[done + 1 : end + 1], reduction="sum").item()
+        done = end
+        if end == len(ids) - 1:
+            break
+    return total, done
+
+
 def half_context(model, ids, stride):
     return _score(model, ids, min(stride, model.config.context // 2), context=model.config.context // 2)
 
@@ -473,5 +486,13 @@ MUTANTS = {
         in_fp32_weights,
         keeps_frequencies,
     ],
-    "llama.6": [no_overlap, scores_twice, drops_the_rest, mean_of_windows, half_context, keeps_gradients],
+    "llama.6": [
+        no_overlap,
+        scores_twice,
+        drops_the_rest,
+        mean_of_windows,
+        shifted_window,
+        half_context,
+        keeps_gradients,
+    ],
 }

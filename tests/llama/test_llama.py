@@ -266,9 +266,7 @@ def test_an_answer_of_an_earlier_lesson_is_taken_where_it_passes(tmp_path, capsy
 
 def test_meta_names_and_rotation():
     config = replace(TINY, tied=False, pad=1, kv_heads=2)
-    from course_lib.llama import check
-
-    weights = {k: torch.randn(s).double() / 5 for k, s in check.meta_names(config).items()}
+    weights = {k: torch.randn(s).double() / 5 for k, s in lesson.meta_names(config).items()}
     model = Llama(config)
     model.load_state_dict(solutions.from_meta(weights, config))
     ids = torch.randint(0, 61, (2, 7))
