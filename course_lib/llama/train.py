@@ -146,8 +146,10 @@ def train(
             opt.step()
             opt.zero_grad()
         losses.append(loss.detach())
-        if (step + 1) % max(1, steps // 10) == 0:  # only now does Python wait for the GPU
-            mean = torch.stack(losses[-max(1, steps // 10) :])
+        if (step + 1) % max(
+            1, steps // 10
+        ) == 0 or step + 1 == steps:  # only now does Python wait for the GPU
+            mean = torch.stack(losses[len(seconds) :])
             if rows > 1:
                 dist.all_reduce(mean)
             losses[-len(mean) :] = (mean / rows).tolist()

@@ -209,8 +209,9 @@ def test_four_ranks_train_as_one_process():
 
 def test_training_lowers_the_loss_of_a_pattern():
     ids = torch.arange(400) % 17
-    model, losses, seconds = train.train(TINY, ids, batch=8, steps=60, lr=1e-2)
-    assert losses[-1] < 0.5 * losses[0] and len(losses) == len(seconds) == 60
+    model, losses, seconds = train.train(TINY, ids, batch=8, steps=63, lr=1e-2)
+    assert losses[-1] < 0.5 * losses[0] and len(losses) == len(seconds) == 63
+    assert all(isinstance(loss, float) for loss in losses)
     rows = train.evaluate(model, ids)
     total, number = solutions.score(model, ids, 4)
     assert number == 399 and total / number < rows < losses[0]
