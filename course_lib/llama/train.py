@@ -133,7 +133,7 @@ def train(
         whole = parallelize(model, way, init_device_mesh(device.type, (world,)))
     opts, losses, seconds = optimizers(model, lr), [], []
     autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext()
-    begin = time.perf_counter()
+    begin, part = time.perf_counter(), max(1, steps // 10)
     for step, (x, y) in zip(range(steps), text.batches(ids, batch, context, device=device), strict=False):
         if rows > 1:
             x, y = x.chunk(rows)[rank], y.chunk(rows)[rank]
@@ -146,9 +146,7 @@ def train(
             opt.step()
             opt.zero_grad()
         losses.append(loss.detach())
-        if (step + 1) % max(
-            1, steps // 10
-        ) == 0 or step + 1 == steps:  # only now does Python wait for the GPU
+        if (step + 1) % part == 0 or step + 1 == steps:  # only now does Python wait for the GPU
             mean = torch.stack(losses[len(seconds) :])
             if rows > 1:
                 dist.all_reduce(mean)

@@ -214,7 +214,7 @@ def test_training_lowers_the_loss_of_a_pattern():
     assert all(isinstance(loss, float) for loss in losses)
     rows = train.evaluate(model, ids)
     total, number = solutions.score(model, ids, 4)
-    assert number == 399 and total / number < rows < losses[0]
+    assert number == 399 and abs(total / number - rows) < 0.01 and rows < 0.5 * losses[0]
 
 
 def script(*options, ranks_=0):
