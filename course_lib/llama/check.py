@@ -1,0 +1,306 @@
+"""Checks of lesson llama. Oracles: a step written out, dense attention and cross-entropy in float64, one
+process, Meta's rotation of neighbouring pairs, a model whose loss says what it was shown."""
+
+import contextlib
+import functools
+import math
+import random
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_lib import checking as core
+from course_lib import llama as lesson
+from course_lib import meter, ranks
+from course_lib.checking import yours  # noqa: F401
+from course_lib.llama.model import Config, Llama
+
+
+class _Watch(TorchDispatchMode):
+    "The dtypes of matmuls and of cross-entropies."
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.losses = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        if name in ("mm", "addmm", "bmm"):
+            self.products.append(out.dtype)
+        if name == "_log_softmax":
+            self.losses.append(out.dtype)
+        return out
+
+
+def _config(**changes):
+    heads, groups, d = random.choice([(4, 2, 8), (6, 3, 4), (6, 2, 8)])
+    vocab, ffn = random.randint(40, 90), random.randint(20, 40)
+    return replace(Config(vocab, heads * d, 2, heads, groups, ffn, context=24, pad=1), **changes)
+
+
+def _adamw(model):
+    return torch.optim.AdamW(model.parameters(), 0.01, betas=(0.5, 0.9), eps=1e-3, foreach=False)
+
+
+@core.exercise("llama.1", "every product in bf16, weights and loss in fp32, no sync, nothing left over")
+def step(answer):
+    core.need_callable(answer)
+    config = _config()
+    x, y = torch.randint(0, config.vocab, (2, 3, 17))
+    model, twin = Llama(config), Llama(config)
+    twin.load_state_dict(model.state_dict())
+    opts = _adamw(model), _adamw(twin)
+    for number in range(3):
+        if number == 1:  # a gradient that an earlier step left behind would show
+            left = any(p.grad is not None and p.grad.any() for p in model.parameters())
+            core.require(
+                not left, "gradients are left over after a step: the next backward pass adds to them"
+            )
+        with torch.autocast("cpu", torch.bfloat16):
+            want = twin(x, y)
+        want.backward()
+        opts[1].step()
+        opts[1].zero_grad()
+        seen = _Watch()
+
+        @functools.wraps(answer)
+        def watched(*args, seen=seen):
+            with seen, meter.count(portable=False) as seen.counts:
+                return answer(*args)
+
+        got = core.call(watched, model, opts[0], x, y, mutates=(0, 1))
+        counts = seen.counts
+        core.require(isinstance(got, torch.Tensor), f"train_step: expected a tensor, got {core.kind(got)}")
+        where = f" (line {counts.where[0]})" if counts.where else ""
+        core.equal(counts.syncs, 0, f"syncs in a step{where}")
+        core.require(not got.requires_grad, "the returned loss holds the graph of the step: detach it")
+        fp32 = sum(d != torch.bfloat16 for d in seen.products)
+        core.equal(fp32, 0, f"matmuls in fp32, of {len(seen.products)} in a step")
+        core.require(seen.losses == [torch.float32], "the cross-entropy is in bf16: compute it in fp32")
+        core.close(got.float(), want.detach(), f"loss of step {number + 1}", rtol=1e-3)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        core.require(p.dtype == torch.float32, f"{name} is {p.dtype} after three steps: keep it in fp32")
+        core.close(p, q, f"{name} after three steps", rtol=1e-2, atol=2e-3)
+
+
+def _dense(q, k, v):
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t[:, [h * t.shape[1] // q.shape[1] for h in range(q.shape[1])]] for t in (k, v))
+    new, known = q.shape[2], k.shape[2]
+    seen = torch.arange(known) <= torch.arange(known - new, known)[:, None]
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+@core.exercise("llama.2", "right for groups of heads and for new positions; no scores, no repeated keys")
+def attend(answer):
+    for new, known in ((37, 37), (1, 1), (1, 29), (random.randint(2, 20), 33)):
+        heads, groups = random.choice([(4, 2), (6, 2), (6, 3), (4, 4), (8, 1)])
+        q = torch.randn(2, heads, new, 8, requires_grad=True)
+        k, v = (torch.randn(2, groups, known, 8, requires_grad=True) for _ in range(2))
+        got, what = core.call(answer, q, k, v), f"{new} queries, the last of {known} positions"
+        want = _dense(q, k, v)
+        core.close(got, want, f"{what}, {heads} heads and {groups} of keys", rtol=1e-4, atol=1e-5)
+        core.require(got.requires_grad, "the result has no gradient: training needs one")
+        out, upstream = answer(q, k, v), torch.randn(want.shape)
+        grads = [torch.autograd.grad((o * upstream).sum(), (q, k, v)) for o in (out, want)]
+        for name, a, b in zip("qkv", *grads, strict=True):
+            core.close(a, b, f"gradient of {name}, {what}", rtol=1e-3, atol=1e-4)
+    for new, known in ((300, 300), (100, 400), (1, 2000)):
+        q, (k, v) = torch.randn(2, 16, new, 16), torch.randn(2, 2, 2, known, 16)
+        scores, repeated = 2 * 16 * new * known * 4, 8 * k.nbytes
+        held = meter.peak_memory(answer, q, k, v)
+        sizes = f"all scores are {scores:,}, the keys repeated for each head {repeated:,}: store neither"
+        limit = min(scores / 2, repeated) if new == 1 else scores / 2
+        core.require(held < limit, f"{new} queries of {known} positions: held {held:,} bytes; {sizes}")
+
+
+@core.exercise("llama.3", "loss and gradients right for any chunk and padding; one chunk of logits alive")
+def head_loss(answer):
+    core.need_callable(answer, "a class")
+    if not hasattr(answer, "apply"):
+        core.call(answer)  # a stub says that it is one
+        raise core.Wrong(f"expected a class made from torch.autograd.Function, got {core.kind(answer)}")
+    for chunk in (7, 16, 64):
+        n, width, vocab, rows = *core.ragged(23, 60, 2), random.randint(30, 50), 64
+        x, w = torch.randn(n, width), torch.randn(rows, width) / 3
+        y, scale = torch.randint(0, vocab, (n,)), random.uniform(2, 5)
+        y[torch.randperm(n)[: n // 3]] = -1
+        y[:7] = -1 if chunk == 7 else y[:7]  # a chunk in which nothing counts
+        sizes, waits = [], []
+
+        def xent(logits, target, sizes=sizes):
+            sizes.append(len(logits))
+            return lesson.xent(logits, target)
+
+        def apply(*args, waits=waits):
+            with meter.count(portable=False) as c:
+                out = answer.apply(*args)
+            waits += [f"{code.strip()!r}" for code in c.code]
+            return out
+
+        mine, oracle = ([t.clone().requires_grad_() for t in (x, w)] for _ in range(2))
+        loss = core.call(apply, *mine, y, vocab, chunk, xent, mutates=(0, 1))
+        want = F.cross_entropy((oracle[0].double() @ oracle[1].double().T)[:, :vocab], y, ignore_index=-1)
+        what = f"{n} tokens in chunks of {chunk}, {vocab} of {rows} rows, a third of the targets -1"
+        core.require(not waits, f"Python waits for the GPU at {', '.join(waits[:1])}")
+        core.close(loss, want, f"loss of {what}", rtol=1e-4)
+        (loss * scale).backward()
+        (want * scale).backward()
+        for name, a, b in zip(("x", "weight"), mine, oracle, strict=True):
+            core.require(a.grad is not None, f"backward gave no gradient for {name}")
+            grad = f"gradient of {scale:.2f} times the loss for {name}, {what}"
+            core.close(a.grad, b.grad, grad, rtol=1e-3, atol=1e-5)
+        parts = [min(chunk, n - i) for i in range(0, n, chunk)]
+        core.equal(sizes, parts, "rows given to xent, chunk by chunk")
+    n, width, rows = 2048, 16, 1024
+    x, w, y = torch.randn(n, width), torch.randn(rows, width), torch.randint(0, rows, (n,))
+    x, w = x.requires_grad_(), w.requires_grad_()
+    held = meter.peak_memory(lambda: answer.apply(x, w, y, rows, 128, lesson.flat_xent))
+    one, full = 128 * rows * 4, n * rows * 4
+    sizes = f"a chunk of logits has {one:,} and all logits {full:,}: keep one chunk at a time"
+    core.require(held < 2.5 * one, f"held {held:,} bytes at the peak; {sizes}")
+    x, w = (3 * torch.randn(4096, 8)).bfloat16(), torch.randn(16, 8).bfloat16()
+    leaf, oracle, y = (
+        w.clone().requires_grad_(),
+        w.double().requires_grad_(),
+        torch.zeros(4096, dtype=torch.long),
+    )
+    answer.apply(x, leaf, y, 16, 16, lesson.xent).backward()
+    F.cross_entropy(x.double() @ oracle.T, y).backward()
+    off = ((leaf.grad.double() - oracle.grad).norm() / oracle.grad.norm()).item()
+    core.require(off < 0.006, f"bf16 in 256 chunks: the weight's gradient is off by {off:.1%}; add in fp32")
+
+
+def _losses(parallelize, way, config, rows, steps):
+    "The losses of this rank, then the numbers of weights that it holds in blocks and in all."
+    world = dist.get_world_size() if way else 1
+    torch.manual_seed(5)
+    model = Llama(config)
+    whole = parallelize(model, way, init_device_mesh("cpu", (world,))) if way else model
+    if whole is None:
+        return core.kind(whole)
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is parts] for parts in (False, True)]
+    opts = [torch.optim.SGD(some, 0.5) for some in kinds if some]
+    losses, calls = [], {}
+    for step in range(steps):
+        x, y = (t.chunk(world)[dist.get_rank()] if way in ("data", "sharded") else t for t in rows[step])
+        with meter.count_comm() if way else contextlib.nullcontext() as c:
+            loss = whole(x, y)
+        calls = dict(c.collectives) if way else {}
+        loss.backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+        loss = loss.detach().clone()
+        if way in ("data", "sharded"):
+            dist.all_reduce(loss)
+            loss /= world
+        losses.append(loss.item())
+    parts = [[p.to_local() if isinstance(p, DTensor) else p for p in m.parameters()]
+             for m in (model.model["layers"], model)]  # fmt: skip
+    kept = [sum(p.numel() for p in some) for some in parts]
+    return losses, kept, calls
+
+
+@core.exercise("llama.4", "three ways on two ranks, with the losses of one process, and each with its share")
+def parallelize(answer):
+    core.need_callable(answer)
+    config = Config(random.randint(40, 60), 32, 2, 4, 2, 48, context=16, tied=random.random() < 0.5, pad=2)
+    rows = [torch.randint(0, config.vocab, (2, 4, 12)) for _ in range(3)]
+    want, (blocks, total), _ = _losses(answer, None, config, rows, 3)
+    norms = 2 * config.layers * config.width
+    share = {"data": (blocks, total), "sharded": (blocks // 2, total // 2)}
+    share["tensor"] = (blocks - norms) // 2 + norms, total - (blocks - norms) // 2
+    wanted = {"tensor": {"all_reduce": 2 * config.layers}, "sharded": {"all_gather": config.layers + 1}}
+    with ranks.Group(2, backend="gloo") as group:
+        for way in ("data", "sharded", "tensor"):
+            try:
+                found = group.run(_losses, answer, way, config, rows, 3)
+            except ranks.RankError as e:
+                if isinstance(e.__cause__, NotImplementedError):
+                    raise NotImplementedError from None
+                raise core.Wrong(f"{way} failed on two ranks: {core.describe(e.__cause__ or e)}") from None
+            for rank, got in enumerate(found):
+                if isinstance(got, str):
+                    raise core.Wrong(f"way {way!r}: expected the model to call, got {got}")
+                losses, kept, calls = got
+                for i, (a, b) in enumerate(zip(losses, want, strict=True)):
+                    step = f"{way}, rank {rank}: loss of step {i + 1} against one process"
+                    core.close(a, b, step, rtol=1e-4)
+                for n, m, name in zip(kept, share[way], ("the blocks", "the model"), strict=True):
+                    core.equal(n, m, f"{way}: numbers of {name} that rank {rank} keeps")
+                if way in wanted:
+                    core.equal(calls, wanted[way], f"{way}: collectives of a forward pass")
+
+
+@core.exercise("llama.5", "every weight under Transformers' name, and the logits of Meta's own rotation")
+def from_meta(answer):
+    for layers in (2, 11):
+        config = _config(tied=False, layers=layers)
+        given = {k: torch.randn(s) / (4 if len(s) > 1 else 1) for k, s in lesson.meta_names(config).items()}
+        given = {k: v.bfloat16() for k, v in given.items()}
+        given["rope.freqs"] = torch.randn(config.head_dim // 2)  # in some files, and no weight
+        got = core.call(answer, dict(given), config)
+        core.require(isinstance(got, dict), f"what from_meta returns: expected a dict, got {core.kind(got)}")
+        model = Llama(config).bfloat16()
+        wanted = model.state_dict()
+        for name in sorted(wanted.keys() | got.keys()):
+            core.require(name in got, f"the weight {name} is missing")
+            core.require(
+                name in wanted, f"{name} is no weight of Transformers' Llama: rename it or leave it out"
+            )
+            core.equal(tuple(got[name].shape), tuple(wanted[name].shape), f"shape of {name}")
+            core.equal(str(got[name].dtype), "torch.bfloat16", f"dtype of {name}")
+        model.load_state_dict(got)
+        ids = torch.randint(0, config.vocab, (2, 9))
+        want = lesson.meta_logits({k: v.double() for k, v in given.items()}, config, ids)
+        where = "logits (look at the rows of wq and wk, at gate, up and down, at the two norms)"
+        core.close(model.double()(ids), want, where, rtol=1e-3, atol=1e-3)
+
+
+class _Scores(nn.Module):
+    "Stands for a Llama: the loss of a target tells the token before it and how many stand before it."
+
+    def __init__(self, vocab, context):
+        super().__init__()
+        self.config = Config(vocab, 8, 1, 1, 1, 8, context)
+        self.places, self.words = torch.rand(context, vocab), torch.rand(vocab, vocab)
+
+    def forward(self, ids):
+        n, most = ids.shape[1], self.config.context
+        core.require(n <= most, f"the model was given {n} tokens; its context is {most}")
+        return self.words[ids] + self.places[:n]
+
+
+@core.exercise("llama.6", "each token once, each with the most before it; no gradient is kept")
+def score(answer):
+    for length, context, stride in (
+        (50, 16, 8),
+        (47, 16, 5),
+        (16, 16, 4),
+        (17, 16, 16),
+        (9, 16, 8),
+        (80, 20, 1),
+    ):
+        model, ids, total = _Scores(31, context), torch.randint(0, 31, (length,)), 0.0
+        for t in range(1, length):  # target t, by the first window that reaches it
+            window = 0 if t <= context else -(-(t - context) // stride)
+            logits = model.places.double()[t - 1 - window * stride] + model.words[ids[t - 1]]
+            total += (logits.logsumexp(0) - logits[ids[t]]).item()
+        model.places.requires_grad_()
+        got = core.call(answer, model, ids, stride, mutates=(0,))
+        got, what = (
+            core.parts(got, "total tokens", "score"),
+            f"{length} tokens, context {context}, stride {stride}",
+        )
+        core.equal(got[1], length - 1, f"tokens scored, {what}")
+        core.close(got[0], total, f"sum of the losses, {what}", rtol=1e-4)
+        core.require(
+            not getattr(got[0], "requires_grad", False), "the sum holds a graph: use torch.no_grad()"
+        )

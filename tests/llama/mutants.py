@@ -1,0 +1,498 @@
+"Answers to the exercises of llama: the course's, right ones of another style, and wrong ones."
+
+import math
+import sys
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from course_lib.llama import solutions
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks can't import this file
+REFERENCE = {n: getattr(solutions, names[0]) for n, names in solutions.EXERCISES.items()}
+
+
+# --- llama.1: a step in bf16 that doesn't wait ------------------------------------------------
+
+
+def clears_first(model, opt, x, y):
+    "Right: the gradients are cleared twice, and the loss is a clone."
+    opt.zero_grad()
+    with torch.autocast(device_type=x.device.type, dtype=torch.bfloat16):
+        loss = model(x, y)
+    loss.backward()
+    opt.step()
+    model.zero_grad(set_to_none=False)
+    return loss.detach().clone()
+
+
+def inside(model, opt, x, y):
+    "Right: autocast as a decorator of an inner function."
+
+    @torch.autocast(x.device.type, torch.bfloat16)
+    def loss_of():
+        return model(x, y)
+
+    value = loss_of()
+    value.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+    return value.data
+
+
+def in_fp32(model, opt, x, y):
+    loss = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def reads_the_loss(model, opt, x, y):
+    loss = solutions.train_step(model, opt, x, y)
+    return torch.tensor(loss.item())
+
+
+def converts_the_model(model, opt, x, y):
+    model.to(torch.bfloat16)
+    loss = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def keeps_the_graph(model, opt, x, y):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+def never_clears(model, opt, x, y):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = model(x, y)
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+def bf16_loss(model, opt, x, y):
+    "The cross-entropy is computed from bf16 logits."
+    with torch.autocast(x.device.type, torch.bfloat16):
+        logits = model(x)
+    with torch.autocast(x.device.type, enabled=False):
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+# --- llama.2: attention for training and for writing ------------------------------------------
+
+
+def by_numbers(q, k, v):
+    "Right: a mask that is added, 0 and minus infinity."
+    new, known = q.shape[-2:][0], k.shape[-2]
+    bias = (
+        None if new == known else torch.full((new, known), -math.inf, device=q.device).triu(known - new + 1)
+    )
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, enable_gqa=True)
+
+
+def always_masked(q, k, v):
+    "Right: one mask for every case, from positions."
+    seen = (
+        torch.arange(k.shape[2], device=q.device)
+        <= torch.arange(k.shape[2], device=q.device)[-q.shape[2] :, None]
+    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+def upper_left(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def sees_the_future(q, k, v):
+    whole = q.shape[2] == k.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=whole, enable_gqa=True)
+
+
+def stores_scores(q, k, v):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    new, known = q.shape[2], k.shape[2]
+    seen = torch.ones(new, known, dtype=torch.bool).tril(known - new)
+    return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+def repeats_keys(q, k, v):
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    return solutions.attend(q, k, v)
+
+
+def strided_groups(q, k, v):
+    "Head h reads group h % groups."
+    k, v = (t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in (k, v))
+    return solutions.attend(q, k, v)
+
+
+# --- llama.3: the head and its loss in chunks --------------------------------------------------
+
+
+def _head_loss(part=None, pad=True, fp32=True, scale=True, keep=False, chunks=True, mean=False, wait=False):
+    "A HeadLoss with one thing changed."
+
+    class HeadLoss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, targets, vocab, chunk, xent):
+            total = (targets >= 0).sum().item() if wait else (targets >= 0).sum()
+            losses, grad_x = torch.zeros((), device=x.device), torch.empty_like(x)
+            grad_w = torch.zeros_like(weight, dtype=torch.float32 if fp32 else None)
+            kept, chunk, means = [], chunk if chunks else len(x), []
+            for at in range(0, len(x), chunk):
+                rows, y = x[at : at + chunk], targets[at : at + chunk]
+                logits = rows @ weight.T
+                found = xent(logits[:, :vocab], y)
+                losses += found.sum()
+                means.append(found.sum() / (y >= 0).sum().clamp(min=1))
+                if pad:
+                    logits[:, vocab:] = 0
+                share = (y >= 0).sum() / total if part is None else part(y, targets)
+                grad_x[at : at + chunk] = (logits @ weight) * share
+                grad_w += (logits.T @ rows) * share
+                kept.append(logits)
+                if not keep:
+                    kept.clear()
+            ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
+            return torch.stack(means).mean() if mean else losses / total
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad_x, grad_w = ctx.saved_tensors
+            grad = grad if scale else 1
+            return grad_x * grad, grad_w * grad, None, None, None, None
+
+    return HeadLoss
+
+
+class Recomputes(torch.autograd.Function):
+    "Right: forward keeps a sum, and backward computes each chunk's logits again."
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab, chunk, xent):
+        ctx.save_for_backward(x, weight, targets)
+        ctx.rest = vocab, chunk, xent
+        ctx.found = None
+        total, losses = (targets >= 0).sum(), 0
+        grads = torch.empty_like(x), weight.float() * 0
+        for i in range(-(-len(x) // chunk)):
+            at = slice(i * chunk, (i + 1) * chunk)
+            scores = torch.mm(x[at], weight.t())
+            losses = losses + xent(scores.narrow(1, 0, vocab), targets[at]).sum()
+            scores[:, vocab:].zero_()
+            scores.mul_((targets[at] >= 0).sum() / total)
+            grads[0][at] = scores @ weight
+            grads[1].add_(scores.t() @ x[at])
+        ctx.found = grads
+        return losses / total
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return (
+            (ctx.found[0] * grad).to(x.dtype),
+            (ctx.found[1] * grad).to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+# --- llama.4: three ways to share a Llama -----------------------------------------------------
+
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def _tensor(model, mesh, columns=COLUMNS, rows=ROWS):
+    for block in model.model["layers"]:
+        plan = {name: ColwiseParallel() for name in columns}
+        parallelize_module(block, mesh, plan | {name: RowwiseParallel() for name in rows})
+    return model
+
+
+def by_wildcard(model, way, mesh):
+    "Right: one plan for the model, with wildcards; shards from the last block to the first."
+    if way == "tensor":
+        plan = {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
+        return parallelize_module(
+            model, mesh, plan | {f"model.layers.*.{name}": RowwiseParallel() for name in ROWS}
+        )
+    if way == "data":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for block in reversed(model.model["layers"]):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def by_match(model, way, mesh):
+    "Right: parts of attention and feed-forward one by one."
+    match way:
+        case "data":
+            return DistributedDataParallel(model, process_group=mesh.get_group())
+        case "sharded":
+            for block in model.model["layers"]:
+                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            return fully_shard(model, mesh=mesh)
+    for name, part in model.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        if isinstance(part, nn.Linear) and last != "lm_head":
+            parallelize_module(
+                part, mesh, RowwiseParallel() if last in ("o_proj", "down_proj") else ColwiseParallel()
+            )
+    return model
+
+
+def shards_the_whole(model, way, mesh):
+    return fully_shard(model, mesh=mesh) if way == "sharded" else solutions.parallelize(model, way, mesh)
+
+
+def forgets_the_rest(model, way, mesh):
+    "Embedding and head are not sharded: their gradients are each rank's own."
+    if way != "sharded":
+        return solutions.parallelize(model, way, mesh)
+    for block in model.model["layers"]:
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def no_feed_forward(model, way, mesh):
+    if way != "tensor":
+        return solutions.parallelize(model, way, mesh)
+    return _tensor(model, mesh, COLUMNS[:3], ROWS[:1])
+
+
+def copies_everywhere(model, way, mesh):
+    return DistributedDataParallel(model) if way != "tensor" else solutions.parallelize(model, way, mesh)
+
+
+def no_averages(model, way, mesh):
+    return model if way == "data" else solutions.parallelize(model, way, mesh)
+
+
+# --- llama.5: Meta's checkpoint in Transformers' layout ---------------------------------------
+
+
+def by_index(weights, config):
+    "Right: rows by an index."
+    order = [i for start in (0, 1) for i in range(start, config.head_dim, 2)]
+    names = {
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    out = {}
+    for name, w in weights.items():
+        if name.startswith("layers."):
+            _, layer, inner = name.split(".", 2)
+            inner = inner.removesuffix(".weight")
+            if inner in ("attention.wq", "attention.wk"):
+                heads = w.shape[0] // config.head_dim
+                w = w[[h * config.head_dim + i for h in range(heads) for i in order]]
+            out[f"model.layers.{layer}.{names[inner]}.weight"] = w
+    others = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+    return out | {f"{b}.weight": weights[f"{a}.weight"] for a, b in others.items()}
+
+
+def by_parts(weights, config):
+    "Right: the course's names, the rows put together by torch.cat."
+    out = solutions.from_meta(weights, config)
+    for i in range(config.layers):
+        for theirs, ours in (("wq", "q_proj"), ("wk", "k_proj")):
+            heads = weights[f"layers.{i}.attention.{theirs}.weight"].split(config.head_dim)
+            rows = torch.cat([part for h in heads for part in (h[::2], h[1::2])])
+            out[f"model.layers.{i}.self_attn.{ours}.weight"] = rows.clone()
+    return out
+
+
+def _changed(change):
+    def from_meta(weights, config):
+        out = solutions.from_meta(weights, config)
+        for i in range(config.layers):
+            change(out, weights, config, f"model.layers.{i}.", f"layers.{i}.")
+        return out
+
+    return from_meta
+
+
+def _same_rows(out, weights, config, ours, theirs):
+    for a, b in (("q_proj", "wq"), ("k_proj", "wk")):
+        out[f"{ours}self_attn.{a}.weight"] = weights[f"{theirs}attention.{b}.weight"]
+
+
+def _across_heads(out, weights, config, ours, theirs):
+    w = weights[f"{theirs}attention.wq.weight"]
+    out[f"{ours}self_attn.q_proj.weight"] = torch.cat((w[::2], w[1::2]))
+
+
+def _only_q(out, weights, config, ours, theirs):
+    out[f"{ours}self_attn.k_proj.weight"] = weights[f"{theirs}attention.wk.weight"]
+
+
+def _other_way(out, weights, config, ours, theirs):
+    for a, b in (("q_proj", "wq"), ("k_proj", "wk")):
+        w = weights[f"{theirs}attention.{b}.weight"]
+        out[f"{ours}self_attn.{a}.weight"] = (
+            w.view(-1, 2, config.head_dim // 2, config.width).transpose(1, 2).reshape(w.shape)
+        )
+
+
+def _gate_is_up(out, weights, config, ours, theirs):
+    out[f"{ours}mlp.gate_proj.weight"] = weights[f"{theirs}feed_forward.w3.weight"]
+    out[f"{ours}mlp.up_proj.weight"] = weights[f"{theirs}feed_forward.w1.weight"]
+
+
+def in_fp32_weights(weights, config):
+    return {k: v.float() for k, v in solutions.from_meta(weights, config).items()}
+
+
+def keeps_frequencies(weights, config):
+    return solutions.from_meta(weights, config) | {"rope.freqs": weights["rope.freqs"]}
+
+
+# --- llama.6: the loss of a long text ----------------------------------------------------------
+
+
+@torch.no_grad()
+def by_target(model, ids, stride):
+    "Right: each target asks for its own window."
+    context, total = model.config.context, 0.0
+    for t in range(1, len(ids)):
+        w = max(0, math.ceil((t - context) / stride))
+        logits = model(ids[None, w * stride : t])[0, -1]
+        total -= logits.float().log_softmax(-1)[ids[t]].item()
+    return total, len(ids) - 1
+
+
+def by_while(model, ids, stride):
+    "Right: a while loop, losses one by one, the mode of autograd off."
+    with torch.inference_mode():
+        context, losses, start = model.config.context, [], 0
+        while len(losses) < len(ids) - 1:
+            window = ids[start : min(start + context, len(ids) - 1)]
+            each = F.cross_entropy(
+                model(window[None])[0].float(), ids[start + 1 : start + 1 + len(window)], reduction="none"
+            )
+            losses += each.tolist()[len(losses) - start :]
+            start += stride
+        return math.fsum(losses), len(losses)
+
+
+@torch.no_grad()
+def _score(model, ids, stride, context=None, again=False, skip=0, whole=True):
+    total, done, context = 0.0, 0, context or model.config.context
+    for start in range(0, len(ids) - 1, stride):
+        end = min(start + context, len(ids) - 1)
+        if not whole and end - start < context and start:
+            break
+        first = start if again else done
+        logits = model(ids[None, start:end])[0, first - start :]
+        total += F.cross_entropy(logits, ids[first + 1 : end + 1], reduction="sum").item()
+        skip, done = skip + end - first, end
+        if end == len(ids) - 1:
+            break
+    return total, skip
+
+
+def no_overlap(model, ids, stride):
+    return _score(model, ids, model.config.context)
+
+
+def scores_twice(model, ids, stride):
+    return _score(model, ids, stride, again=True)
+
+
+def drops_the_rest(model, ids, stride):
+    return _score(model, ids, stride, whole=False)
+
+
+def mean_of_windows(model, ids, stride):
+    total, number = _score(model, ids, stride)
+    return total / number, number
+
+
+@torch.no_grad()
+def shifted_window(model, ids, stride):
+    total, done = 0.0, 0
+    for start in range(0, len(ids) - 1, stride):
+        end = min(start + model.config.context, len(ids) - 1)
+        logits = model(ids[None, start + 1 : end + 1])[0, done - start :]
+        total += F.cross_entropy(logits, ids[done + 1 : end + 1], reduction="sum").item()
+        done = end
+        if end == len(ids) - 1:
+            break
+    return total, done
+
+
+def half_context(model, ids, stride):
+    return _score(model, ids, min(stride, model.config.context // 2), context=model.config.context // 2)
+
+
+def keeps_gradients(model, ids, stride):
+    total, number = _score(model, ids, stride)
+    return torch.tensor(total, requires_grad=True), number
+
+
+RIGHT = {
+    "llama.1": [clears_first, inside],
+    "llama.2": [by_numbers, always_masked],
+    "llama.3": [_head_loss(), Recomputes],
+    "llama.4": [by_wildcard, by_match],
+    "llama.5": [by_index, by_parts],
+    "llama.6": [by_target, by_while],
+}
+MUTANTS = {
+    "llama.1": [in_fp32, reads_the_loss, converts_the_model, keeps_the_graph, never_clears, bf16_loss],
+    "llama.2": [upper_left, sees_the_future, stores_scores, repeats_keys, strided_groups],
+    "llama.3": [
+        _head_loss(part=lambda y, targets: len(y) / len(targets)),
+        _head_loss(pad=False),
+        _head_loss(fp32=False),
+        _head_loss(scale=False),
+        _head_loss(keep=True),
+        _head_loss(chunks=False),
+        _head_loss(mean=True),
+        _head_loss(wait=True),
+    ],
+    "llama.4": [shards_the_whole, forgets_the_rest, no_feed_forward, copies_everywhere, no_averages],
+    "llama.5": [
+        *map(_changed, (_same_rows, _across_heads, _only_q, _other_way, _gate_is_up)),
+        in_fp32_weights,
+        keeps_frequencies,
+    ],
+    "llama.6": [
+        no_overlap,
+        scores_twice,
+        drops_the_rest,
+        mean_of_windows,
+        shifted_window,
+        half_context,
+        keeps_gradients,
+    ],
+}
