@@ -41,7 +41,7 @@ class Run(NamedTuple):
         return dict(found.values())
 
 
-def torchrun(n, fn, *args, restarts=0, timeout=120.0):
+def torchrun(n, fn, *args, restarts=0, timeout=240.0):
     """Call `fn(*args)` on `n` ranks that torchrun starts, and starts again up to `restarts` times.
 
     It returns a Run. Raises RuntimeError, with the last lines, where torchrun gives up or `timeout` seconds
