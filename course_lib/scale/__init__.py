@@ -55,7 +55,7 @@ def torchrun(n, fn, *args, restarts=0, timeout=240.0):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(n), "--max-restarts", str(restarts), "--monitor-interval", "0.05"]
         env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_ERROR_FILE": ""}
+        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         begin, out = time.perf_counter(), Path(folder, "out")
         with open(out, "wb") as file:
             process = subprocess.Popen([*command, "-m", "course_lib.scale.launch", str(path)], env=env,
@@ -68,11 +68,11 @@ def torchrun(n, fn, *args, restarts=0, timeout=240.0):
             finally:
                 _end(process)
         seconds, text = time.perf_counter() - begin, out.read_text(errors="replace")
-        lines = [line for line in text.splitlines() if line.startswith("start ")]
+        lines = re.findall(r"start \d+ .+", text)  # torchrun's own log may stand before one
         if code:
             raise RuntimeError(f"torchrun: {code}\n" + "\n".join(_last(text)))
         result = torch.load(f"{path}.result", weights_only=False)
-        starts = 1 + max((int(m) for m in re.findall(r"^start (\d+)", text, re.MULTILINE)), default=0)
+        starts = 1 + max((int(line.split()[1]) for line in lines), default=0)
         return Run(result, lines, seconds, starts)
 
 
