@@ -60,7 +60,7 @@ test-gpu: $(ENV)
 
 # Twenty runs of lesson scale under torchrun, each with two kills: about 15 minutes.
 soak: $(ENV)
-	$(PY) -m pytest -m soak -s tests
+	$(PY) -m pytest -m soak -s -o faulthandler_timeout=0 tests/scale
 
 # Wheels into .whl for a Linux host without a network. TORCH says which PyTorch is among them: cuda is PyPI's,
 # cpu comes from the index TORCH_INDEX, and none is for a host that has PyTorch, as wheels.txt says. cuda and
