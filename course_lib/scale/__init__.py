@@ -226,8 +226,8 @@ def explore_goodput(gpus=16384, save=60, restart=300):
     `save` and `restart` in seconds. 419 interruptions in 54 days on 16,384 GPUs.
     """
     mtbf = 54 * 86400 / 419 * 16384 / gpus
-    intervals = [10 * 1.15**k for k in range(60)]
+    intervals = [10 * 1.05**k for k in range(170)]
     share = [expected_share(t, save, restart, mtbf) for t in intervals]
-    best = max(range(60), key=share.__getitem__)
+    best = max(range(170), key=share.__getitem__)
     return {"gpus": gpus, "mtbf": mtbf, "intervals": intervals, "share": share,
             "best": (intervals[best], share[best]), "young": math.sqrt(2 * save * mtbf)}  # fmt: skip

@@ -71,7 +71,7 @@ def draw_simulated(rows, marks):
         ax.axvline(seconds, color=colour, linestyle="--", linewidth=1.2, label=f"{name}: {seconds:,.0f} s")
     ax.set(xlabel="seconds of work between two saves", ylabel="goodput, %")
     _ticks(ax, (200, 500, 1000, 2000, 5000))
-    ax.legend(fontsize=8, loc="lower left", frameon=True, facecolor="white", edgecolor="none", framealpha=1)
+    ax.legend(fontsize=8, loc="lower center", frameon=True, facecolor="white", edgecolor="none", framealpha=1)
     return fig
 
 
