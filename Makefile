@@ -31,14 +31,14 @@ ifneq ("$(shell cat $(STAMP) 2>/dev/null)","$(CURDIR)")
 $(STAMP): moved
 endif
 
-.PHONY: lab test lessons book record venv wheelhouse test-wheelhouse test-gpu lint clean moved
+.PHONY: lab test lessons book record venv wheelhouse test-wheelhouse test-gpu soak lint clean moved
 .DEFAULT_GOAL := lab
 
 lab: $(ENV)
 	@$(COURSE) lab $(LESSON) $(if $(WORK),--work "$(WORK)") $(if $(PORT),--port $(PORT))
 
 test: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu" -p course_lib.authoring.plugin \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu and not soak" -p course_lib.authoring.plugin \
 	    --nbval-lax --nbval-current-env --nbval-cell-timeout=300 tests nbs
 
 lint: $(ENV)
@@ -57,6 +57,10 @@ record: $(ENV)
 
 test-gpu: $(ENV)
 	$(PY) -m pytest -m gpu tests
+
+# Twenty runs of lesson scale under torchrun, each with two kills: about 15 minutes.
+soak: $(ENV)
+	$(PY) -m pytest -m soak -s -o faulthandler_timeout=0 tests/scale
 
 # Wheels into .whl for a Linux host without a network. TORCH says which PyTorch is among them: cuda is PyPI's,
 # cpu comes from the index TORCH_INDEX, and none is for a host that has PyTorch, as wheels.txt says. cuda and
