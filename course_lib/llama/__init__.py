@@ -25,16 +25,17 @@ def count_step(step, *args):
 
 
 def time_step(step, runs=7, warmup=3, device=None):
-    "`timing.Timing` of `step()` from start to start, which CUDA events mark; on a CPU by the clock."
+    "`timing.Timing` of `step()` from start to the next start, which CUDA events mark; on a CPU by the clock."
     if device == "cpu" or not torch.cuda.is_available():
         return timing.time(step, seconds=0.2, device="cpu")
     for _ in range(warmup):
         step()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     with timing.no_gc():
-        for mark in marks:
+        for mark in marks[:-1]:
             mark.record()
             step()
+        marks[-1].record()
         torch.cuda.synchronize()
     took = [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(marks)]
     return timing.summary(took, runs)

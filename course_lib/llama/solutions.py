@@ -41,6 +41,7 @@ class HeadLoss(torch.autograd.Function):
             part = (y >= 0).sum() / total
             out.copy_((logits @ weight) * part)
             grad_w += (logits.T @ rows).float() * part
+            del logits  # or two chunks are alive when the next one is made
         ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
         return losses / total
 

@@ -105,7 +105,8 @@ def train(
     """(model, losses by step, seconds by step) of `steps` steps on `batch` rows of `ids`, drawn with seed 0.
 
     On ranks that exist, `way` says how they share the work, and `parallelize(model, way, mesh)` does it;
-    `batch` counts the rows of all ranks. `report(step, loss, seconds)` is called at each tenth of the steps.
+    `batch` counts the rows of all ranks. `report(step, loss, seconds)` is called at each tenth of the steps,
+    with the means over that tenth.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, context = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), config.context
@@ -120,8 +121,10 @@ def train(
     with device:
         model = llama.Llama(config)
     if on_gpu:
+        from torch._dynamo import config as dynamo
         from torch._inductor import config as inductor
 
+        dynamo.optimize_ddp = False  # blocks are compiled one by one: no graph is to be split at a bucket
         inductor.compile_threads = 1  # a pool of compilers takes longer to start than one block to compile
         model.loss = torch.compile(model.loss, dynamic=False)
         for block in model.model["layers"]:  # one is compiled, and its code serves all; hooks stay outside
@@ -150,11 +153,12 @@ def train(
             mean = torch.stack(losses[len(seconds) :])
             if rows > 1:
                 dist.all_reduce(mean)
-            losses[-len(mean) :] = (mean / rows).tolist()
+            mean /= rows
+            losses[-len(mean) :] = mean.tolist()
             seconds += [(time.perf_counter() - begin) / len(mean)] * len(mean)
             begin = time.perf_counter()
             if report and rank == 0:
-                report(step + 1, losses[-1], seconds[-1])
+                report(step + 1, mean.mean().item(), seconds[-1])
     return model, losses, seconds
 
 
