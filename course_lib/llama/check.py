@@ -6,6 +6,7 @@ import functools
 import math
 import random
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib import checking as core
 from course_lib import llama as lesson
 from course_lib import meter, ranks
 from course_lib.checking import yours  # noqa: F401
-from course_lib.llama.model import Config, Llama
+from course_lib.llama.model import Config, Llama, plain_loss
+
+SHAPES = (4, 2, 8), (6, 3, 4), (6, 2, 12)  # heads, groups, and a head's size
 
 
 class _Watch(TorchDispatchMode):
@@ -38,14 +42,51 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def _config(**changes):
-    heads, groups, d = random.choice([(4, 2, 8), (6, 3, 4), (6, 2, 8)])
+class _OneDevice(TorchDispatchMode):
+    "Refuses an operator that gets tensors on two devices, as a GPU would."
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = pytree.tree_leaves((args, kwargs))
+        devices = {t.device.type for t in given if isinstance(t, torch.Tensor) and t.ndim}
+        core.require(len(devices) < 2, "a tensor is made without device=: make it on the device of q")
+        return func(*args, **(kwargs or {}))
+
+
+def _config(shape=None, **changes):
+    heads, groups, d = shape or random.choice(SHAPES)
     vocab, ffn = random.randint(40, 90), random.randint(20, 40)
     return replace(Config(vocab, heads * d, 2, heads, groups, ffn, context=24, pad=1), **changes)
 
 
 def _adamw(model):
-    return torch.optim.AdamW(model.parameters(), 0.01, betas=(0.5, 0.9), eps=1e-3, foreach=False)
+    return torch.optim.AdamW(model.parameters(), 0.01, betas=(0.5, 0.9), eps=0.03, foreach=False)
+
+
+def _steep(*args):
+    "A loss with gradients that a clip to norm 1 would change."
+    return 30 * plain_loss(*args)
+
+
+def _as_on_a_gpu(answer, *args):
+    "(device types that autocast is given, syncs) of a call whose tensors say that they are on a GPU."
+    seen, waits, autocast = [], [], torch.autocast
+
+    def record(device_type, *args, **kwargs):
+        seen.append(device_type)
+        return autocast("cpu", *args, **kwargs)
+
+    device = property(lambda t: torch.device("cuda", 0))
+    with contextlib.suppress(Exception), contextlib.ExitStack() as patches:
+        for of, name, value in (
+            (torch, "autocast", record),
+            (torch.cuda, "synchronize", lambda *a: waits.append(a)),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.Tensor, "device", device),
+            (torch.Tensor, "is_cuda", True),
+        ):
+            patches.enter_context(mock.patch.object(of, name, value))
+        answer(*args)
+    return seen, len(waits)
 
 
 @core.exercise("llama.1", "every product in bf16, weights and loss in fp32, no sync, nothing left over")
@@ -53,7 +94,7 @@ def step(answer):
     core.need_callable(answer)
     config = _config()
     x, y = torch.randint(0, config.vocab, (2, 3, 17))
-    model, twin = Llama(config), Llama(config)
+    model, twin = Llama(config, loss=_steep), Llama(config, loss=_steep)
     twin.load_state_dict(model.state_dict())
     opts = _adamw(model), _adamw(twin)
     for number in range(3):
@@ -80,13 +121,22 @@ def step(answer):
         where = f" (line {counts.where[0]})" if counts.where else ""
         core.equal(counts.syncs, 0, f"syncs in a step{where}")
         core.require(not got.requires_grad, "the returned loss holds the graph of the step: detach it")
-        fp32 = sum(d != torch.bfloat16 for d in seen.products)
-        core.equal(fp32, 0, f"matmuls in fp32, of {len(seen.products)} in a step")
+        left, number_of = torch.is_autocast_enabled("cpu"), len(seen.products)
+        torch.set_autocast_enabled("cpu", False)
+        core.require(not left, "autocast is still on after the step: use it as a context manager")
+        for dtype in {d for d in seen.products if d != torch.bfloat16}:
+            kind = str(dtype).removeprefix("torch.")
+            how = f"{seen.products.count(dtype)} of {number_of} matmuls of a step are in {kind}"
+            core.require(False, f"{how}: put the forward pass under autocast with torch.bfloat16")
         core.require(seen.losses == [torch.float32], "the cross-entropy is in bf16: compute it in fp32")
         core.close(got.float(), want.detach(), f"loss of step {number + 1}", rtol=1e-3)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         core.require(p.dtype == torch.float32, f"{name} is {p.dtype} after three steps: keep it in fp32")
         core.close(p, q, f"{name} after three steps", rtol=1e-2, atol=2e-3)
+    plain = torch.optim.SGD(model.parameters(), 0.0, foreach=False)
+    types, waits = _as_on_a_gpu(answer, model, plain, x, y)
+    core.require("cpu" not in types, "autocast is for 'cpu' where x is on a GPU: give it x.device.type")
+    core.equal(waits, 0, "calls of torch.cuda.synchronize in a step")
 
 
 def _dense(q, k, v):
@@ -99,10 +149,12 @@ def _dense(q, k, v):
 
 @core.exercise("llama.2", "right for groups of heads and for new positions; no scores, no repeated keys")
 def attend(answer):
-    for new, known in ((37, 37), (1, 1), (1, 29), (random.randint(2, 20), 33)):
+    for new, known, d in ((37, 37, 8), (1, 1, 12), (1, 29, 16), (random.randint(2, 20), 33, 12)):
         heads, groups = random.choice([(4, 2), (6, 2), (6, 3), (4, 4), (8, 1)])
-        q = torch.randn(2, heads, new, 8, requires_grad=True)
-        k, v = (torch.randn(2, groups, known, 8, requires_grad=True) for _ in range(2))
+        q, k, v = (  # transposed, as the model gives them
+            torch.randn(2, n, h, d).transpose(1, 2).requires_grad_()
+            for n, h in ((new, heads), (known, groups), (known, groups))
+        )
         got, what = core.call(answer, q, k, v), f"{new} queries, the last of {known} positions"
         want = _dense(q, k, v)
         core.close(got, want, f"{what}, {heads} heads and {groups} of keys", rtol=1e-4, atol=1e-5)
@@ -111,11 +163,17 @@ def attend(answer):
         grads = [torch.autograd.grad((o * upstream).sum(), (q, k, v)) for o in (out, want)]
         for name, a, b in zip("qkv", *grads, strict=True):
             core.close(a, b, f"gradient of {name}, {what}", rtol=1e-3, atol=1e-4)
+        half = core.call(answer, *(t.detach().bfloat16() for t in (q, k, v)))
+        core.equal(str(half.dtype), "torch.bfloat16", "dtype of the result for q, k and v in bf16")
+        with torch.device("meta"), _OneDevice():  # what is made without device= is not with q then
+            answer(q, k, v)
     for new, known in ((300, 300), (100, 400), (1, 2000)):
         q, (k, v) = torch.randn(2, 16, new, 16), torch.randn(2, 2, 2, known, 16)
         scores, repeated = 2 * 16 * new * known * 4, 8 * k.nbytes
         held = meter.peak_memory(answer, q, k, v)
-        sizes = f"all scores are {scores:,}, the keys repeated for each head {repeated:,}: store neither"
+        sizes = (
+            f"all scores are {scores:,}, the keys repeated for each head {repeated:,}: store nothing as large"
+        )
         limit = min(scores / 2, repeated) if new == 1 else scores / 2
         core.require(held < limit, f"{new} queries of {known} positions: held {held:,} bytes; {sizes}")
 
@@ -150,12 +208,15 @@ def head_loss(answer):
         what = f"{n} tokens in chunks of {chunk}, {vocab} of {rows} rows, a third of the targets -1"
         core.require(not waits, f"Python waits for the GPU at {', '.join(waits[:1])}")
         core.close(loss, want, f"loss of {what}", rtol=1e-4)
-        (loss * scale).backward()
-        (want * scale).backward()
-        for name, a, b in zip(("x", "weight"), mine, oracle, strict=True):
-            core.require(a.grad is not None, f"backward gave no gradient for {name}")
-            grad = f"gradient of {scale:.2f} times the loss for {name}, {what}"
-            core.close(a.grad, b.grad, grad, rtol=1e-3, atol=1e-5)
+        other = [t.detach().flip(0).clone().requires_grad_() for t in mine]
+        answer.apply(*other, y, vocab, chunk, lesson.xent)  # a second graph, before the first one's backward
+        wanted = torch.autograd.grad(want * scale, oracle)
+        for again in ("", ", backward for the second time"):
+            grads = torch.autograd.grad(loss * scale, mine, retain_graph=True, allow_unused=True)
+            for name, a, b in zip(("x", "weight"), grads, wanted, strict=True):
+                core.require(a is not None, f"backward gave no gradient for {name}")
+                grad = f"gradient of {scale:.2f} times the loss for {name}, {what}{again}"
+                core.close(a, b, grad, rtol=1e-3, atol=1e-5)
         parts = [min(chunk, n - i) for i in range(0, n, chunk)]
         core.equal(sizes, parts, "rows given to xent, chunk by chunk")
     n, width, rows = 2048, 16, 1024
@@ -163,22 +224,45 @@ def head_loss(answer):
     x, w = x.requires_grad_(), w.requires_grad_()
     held = meter.peak_memory(lambda: answer.apply(x, w, y, rows, 128, lesson.flat_xent))
     one, full = 128 * rows * 4, n * rows * 4
-    sizes = f"a chunk of logits has {one:,} and all logits {full:,}: keep one chunk at a time"
-    core.require(held < 2.5 * one, f"held {held:,} bytes at the peak; {sizes}")
+    sizes = f"a chunk of logits has {one:,} and all logits {full:,}"
+    keep = "keep one chunk at a time, and add its part of the weight's gradient to grad_w at once"
+    core.require(held < 3 * one, f"held {held:,} bytes at the peak; {sizes}: {keep}")
     x, w = (3 * torch.randn(4096, 8)).bfloat16(), torch.randn(16, 8).bfloat16()
     leaf, oracle, y = (
         w.clone().requires_grad_(),
         w.double().requires_grad_(),
         torch.zeros(4096, dtype=torch.long),
     )
-    answer.apply(x, leaf, y, 16, 16, lesson.xent).backward()
+    with _Watch() as seen:
+        loss = answer.apply(x, leaf, y, 16, 16, lesson.xent)
+    core.equal(str(loss.dtype), "torch.float32", "dtype of the loss for x and weight in bf16")
+    wide = sum(d != torch.bfloat16 for d in seen.products)
+    core.equal(wide, 0, f"matmuls in fp32 of {len(seen.products)}, for x and weight in bf16")
+    loss.backward()
     F.cross_entropy(x.double() @ oracle.T, y).backward()
     off = ((leaf.grad.double() - oracle.grad).norm() / oracle.grad.norm()).item()
     core.require(off < 0.006, f"bf16 in 256 chunks: the weight's gradient is off by {off:.1%}; add in fp32")
+    x, w, y = torch.randn(40, 16), torch.randn(24, 16) / 3, torch.randint(0, 20, (40,))
+    leaf = w.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), _Watch() as seen:
+        loss = core.call(answer.apply, x.requires_grad_(), leaf, y, 20, 16, lesson.xent, mutates=(0, 1))
+    wide = sum(d != torch.bfloat16 for d in seen.products)
+    core.equal(wide, 0, f"matmuls in fp32 of {len(seen.products)}, under autocast")
+    core.close(loss.float(), F.cross_entropy((x @ w.T)[:, :20], y), "loss under autocast", rtol=0.03)
+    loss.backward()
+    core.equal(
+        str(leaf.grad.dtype), "torch.float32", "dtype of the gradient of an fp32 weight under autocast"
+    )
+
+
+def _kept(module):
+    "Numbers of weights of a module that are on this rank."
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
 
 
 def _losses(parallelize, way, config, rows, steps):
-    "The losses of this rank, then the numbers of weights that it holds in blocks and in all."
+    """The losses of this rank, then the numbers of weights that it holds in blocks,
+    in all, and in blocks after a forward pass."""
     world = dist.get_world_size() if way else 1
     torch.manual_seed(5)
     model = Llama(config)
@@ -192,6 +276,7 @@ def _losses(parallelize, way, config, rows, steps):
         x, y = (t.chunk(world)[dist.get_rank()] if way in ("data", "sharded") else t for t in rows[step])
         with meter.count_comm() if way else contextlib.nullcontext() as c:
             loss = whole(x, y)
+        held = _kept(model.model["layers"])  # between forward and backward
         calls = dict(c.collectives) if way else {}
         loss.backward()
         for opt in opts:
@@ -202,18 +287,15 @@ def _losses(parallelize, way, config, rows, steps):
             dist.all_reduce(loss)
             loss /= world
         losses.append(loss.item())
-    parts = [[p.to_local() if isinstance(p, DTensor) else p for p in m.parameters()]
-             for m in (model.model["layers"], model)]  # fmt: skip
-    kept = [sum(p.numel() for p in some) for some in parts]
-    return losses, kept, calls
+    return losses, [_kept(model.model["layers"]), _kept(model), held], calls
 
 
 @core.exercise("llama.4", "three ways on two ranks, with the losses of one process, and each with its share")
 def parallelize(answer):
     core.need_callable(answer)
-    config = Config(random.randint(40, 60), 32, 2, 4, 2, 48, context=16, tied=random.random() < 0.5, pad=2)
+    config = Config(random.randint(40, 60), 32, 3, 4, 2, 48, context=16, tied=random.random() < 0.5, pad=2)
     rows = [torch.randint(0, config.vocab, (2, 4, 12)) for _ in range(3)]
-    want, (blocks, total), _ = _losses(answer, None, config, rows, 3)
+    want, (blocks, total, _), _ = _losses(answer, None, config, rows, 3)
     norms = 2 * config.layers * config.width
     share = {"data": (blocks, total), "sharded": (blocks // 2, total // 2)}
     share["tensor"] = (blocks - norms) // 2 + norms, total - (blocks - norms) // 2
@@ -232,8 +314,11 @@ def parallelize(answer):
                 losses, kept, calls = got
                 for i, (a, b) in enumerate(zip(losses, want, strict=True)):
                     step = f"{way}, rank {rank}: loss of step {i + 1} against one process"
+                    if way == "data" and i:
+                        step += " (are gradients averaged?)"
                     core.close(a, b, step, rtol=1e-4)
-                for n, m, name in zip(kept, share[way], ("the blocks", "the model"), strict=True):
+                names = "the blocks", "the model", "the blocks after a forward pass,"
+                for n, m, name in zip(kept, (*share[way], share[way][0]), names, strict=True):
                     core.equal(n, m, f"{way}: numbers of {name} that rank {rank} keeps")
                 if way in wanted:
                     core.equal(calls, wanted[way], f"{way}: collectives of a forward pass")
@@ -241,8 +326,8 @@ def parallelize(answer):
 
 @core.exercise("llama.5", "every weight under Transformers' name, and the logits of Meta's own rotation")
 def from_meta(answer):
-    for layers in (2, 11):
-        config = _config(tied=False, layers=layers)
+    for layers, shape in zip((2, 11), random.sample(SHAPES, 2), strict=True):
+        config = _config(shape, tied=False, layers=layers)
         given = {k: torch.randn(s) / (4 if len(s) > 1 else 1) for k, s in lesson.meta_names(config).items()}
         given = {k: v.bfloat16() for k, v in given.items()}
         given["rope.freqs"] = torch.randn(config.head_dim // 2)  # in some files, and no weight
@@ -265,17 +350,23 @@ def from_meta(answer):
 
 
 class _Scores(nn.Module):
-    "Stands for a Llama: the loss of a target tells the token before it and how many stand before it."
+    """Stands for a Llama in bf16: a target's loss tells the token before it and how many stand before it.
+
+    It remembers what it was given, and whether autograd was on.
+    """
 
     def __init__(self, vocab, context):
         super().__init__()
         self.config = Config(vocab, 8, 1, 1, 1, 8, context)
         self.places, self.words = torch.rand(context, vocab), torch.rand(vocab, vocab)
+        self.windows, self.grad = [], False
 
     def forward(self, ids):
         n, most = ids.shape[1], self.config.context
         core.require(n <= most, f"the model was given {n} tokens; its context is {most}")
-        return self.words[ids] + self.places[:n]
+        self.windows.append(ids.flatten().tolist())
+        self.grad |= torch.is_grad_enabled()
+        return (self.words[ids] + self.places[:n]).bfloat16()
 
 
 @core.exercise("llama.6", "each token once, each with the most before it; no gradient is kept")
@@ -288,10 +379,11 @@ def score(answer):
         (9, 16, 8),
         (80, 20, 1),
     ):
-        model, ids, total = _Scores(31, context), torch.randint(0, 31, (length,)), 0.0
+        model, ids, total = _Scores(31, context), torch.randint(0, 29, (length,)), 0.0
+        ids[-2:] = torch.tensor([29, 30])  # the last two are nowhere else
         for t in range(1, length):  # target t, by the first window that reaches it
             window = 0 if t <= context else -(-(t - context) // stride)
-            logits = model.places.double()[t - 1 - window * stride] + model.words[ids[t - 1]]
+            logits = (model.words[ids[t - 1]] + model.places[t - 1 - window * stride]).bfloat16().double()
             total += (logits.logsumexp(0) - logits[ids[t]]).item()
         model.places.requires_grad_()
         got = core.call(answer, model, ids, stride, mutates=(0,))
@@ -302,5 +394,14 @@ def score(answer):
         core.equal(got[1], length - 1, f"tokens scored, {what}")
         core.close(got[0], total, f"sum of the losses, {what}", rtol=1e-4)
         core.require(
-            not getattr(got[0], "requires_grad", False), "the sum holds a graph: use torch.no_grad()"
+            not model.grad, "the model ran with autograd on, and its graph was built: use torch.no_grad()"
         )
+        for value, kinds, name in zip(got, ((float, int), int), ("sum", "number of tokens"), strict=True):
+            core.require(
+                isinstance(value, kinds), f"the {name}: expected a Python number, got {core.kind(value)}"
+            )
+        last = not any(30 in window for window in model.windows)
+        core.require(last, f"the last token of the text was an input, {what}: nothing follows it")
+        reached = sum(29 in window for window in model.windows)
+        core.equal(reached, 1, f"windows that reach the end of the text, {what}")
+        core.require(model.training, "the model was in training mode before, and is not now: leave its mode")

@@ -96,6 +96,43 @@ def bf16_loss(model, opt, x, y):
     return loss.detach()
 
 
+def on_the_cpu(model, opt, x, y):
+    "autocast of the CPU, whatever the device: on a GPU nothing is in bf16."
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def waits_where_there_is_a_gpu(model, opt, x, y):
+    loss = solutions.train_step(model, opt, x, y)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return loss
+
+
+def leaves_autocast_on(model, opt, x, y):
+    torch.set_autocast_enabled(x.device.type, True)
+    torch.set_autocast_dtype(x.device.type, torch.bfloat16)
+    loss = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def clips(model, opt, x, y):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = model(x, y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
 # --- llama.2: attention for training and for writing ------------------------------------------
 
 
@@ -129,7 +166,7 @@ def sees_the_future(q, k, v):
 def stores_scores(q, k, v):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     new, known = q.shape[2], k.shape[2]
-    seen = torch.ones(new, known, dtype=torch.bool).tril(known - new)
+    seen = torch.ones(new, known, dtype=torch.bool, device=q.device).tril(known - new)
     return (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).softmax(-1) @ v
 
 
@@ -141,6 +178,29 @@ def repeats_keys(q, k, v):
 def strided_groups(q, k, v):
     "Head h reads group h % groups."
     k, v = (t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in (k, v))
+    return solutions.attend(q, k, v)
+
+
+def mask_on_the_cpu(q, k, v):
+    new, known = q.shape[2], k.shape[2]
+    mask = torch.ones(new, known, dtype=torch.bool).tril(known - new) if 1 < new < known else None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=new == known, enable_gqa=True)
+
+
+def scale_of_size_8(q, k, v):
+    new, known = q.shape[2], k.shape[2]
+    mask = torch.ones(new, known, dtype=torch.bool, device=q.device).tril(known - new)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=8**-0.5, enable_gqa=True)
+
+
+def in_fp32_attention(q, k, v):
+    return solutions.attend(q.float(), k.float(), v.float())
+
+
+def views(q, k, v):
+    "A view of the groups: the model's transposed tensors have none."
+    batch, heads, new, d = q.shape
+    q = q.view(batch * heads, new, d).view(batch, heads, new, d)
     return solutions.attend(q, k, v)
 
 
@@ -217,6 +277,92 @@ class Recomputes(torch.autograd.Function):
         )
 
 
+class Named(solutions.HeadLoss):
+    "Right: the weight's gradient of a chunk has a name."
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab, chunk, xent):
+        total = (targets >= 0).sum()
+        losses, grad_x = torch.zeros((), device=x.device), torch.empty_like(x)
+        grad_w = torch.zeros_like(weight, dtype=torch.float32)
+        for at in range(0, len(x), chunk):
+            rows, y = x[at : at + chunk], targets[at : at + chunk]
+            logits = rows @ weight.T
+            losses += xent(logits[:, :vocab], y).sum()
+            logits[:, vocab:] = 0
+            part = (y >= 0).sum() / total
+            grad_x[at : at + chunk] = (logits @ weight) * part
+            g = (logits.T @ rows).float() * part
+            grad_w += g
+        ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
+        return losses / total
+
+
+def _changed_loss(change):
+    "The course's HeadLoss, its forward called through `change(forward, ctx, x, weight, …)`."
+
+    class HeadLoss(solutions.HeadLoss):
+        @staticmethod
+        def forward(ctx, *args):
+            return change(solutions.HeadLoss.forward, ctx, *args)
+
+    return HeadLoss
+
+
+class BufferOfTheClass(solutions.HeadLoss):
+    "The weight's gradient is in a buffer of the class: another forward overwrites it."
+
+    buffers = {}  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx, x, weight, *rest):
+        loss = solutions.HeadLoss.forward(ctx, x, weight, *rest)
+        grad_x, grad_w = ctx.to_save
+        buffer = BufferOfTheClass.buffers.setdefault((weight.shape, weight.dtype), grad_w)
+        ctx.save_for_backward(grad_x)
+        ctx.grad_w = buffer.copy_(grad_w)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad, ctx.grad_w * grad, None, None, None, None
+
+
+class ScalesInPlace(solutions.HeadLoss):
+    "What is saved is scaled in place: the second backward pass is wrong."
+
+    @staticmethod
+    def forward(ctx, *args):
+        loss = solutions.HeadLoss.forward(ctx, *args)
+        ctx.grads = ctx.to_save
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *(g.mul_(grad) for g in ctx.grads), None, None, None, None
+
+
+class ProductInto(torch.autograd.Function):
+    "Products are written into an fp32 buffer: autocast doesn't see them."
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab, chunk, xent):
+        total = (targets >= 0).sum()
+        losses, grad_x = torch.zeros((), device=x.device), torch.empty_like(x)
+        grad_w, buffer = torch.zeros_like(weight, dtype=torch.float32), x.new_empty(chunk, len(weight))
+        for rows, y, out in zip(x.split(chunk), targets.split(chunk), grad_x.split(chunk), strict=True):
+            logits = torch.mm(rows, weight.T, out=buffer[: len(rows)])
+            losses += xent(logits[:, :vocab], y).sum()
+            logits[:, vocab:] = 0
+            part = (y >= 0).sum() / total
+            out.copy_((logits @ weight) * part)
+            grad_w += (logits.T @ rows).float() * part
+        ctx.save_for_backward(grad_x, grad_w.to(weight.dtype))
+        return losses / total
+
+    backward = solutions.HeadLoss.backward
+
+
 # --- llama.4: three ways to share a Llama -----------------------------------------------------
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -288,6 +434,23 @@ def copies_everywhere(model, way, mesh):
 
 def no_averages(model, way, mesh):
     return model if way == "data" else solutions.parallelize(model, way, mesh)
+
+
+def stays_gathered(model, way, mesh):
+    "Each rank holds the whole model between the forward and the backward pass."
+    if way != "sharded":
+        return solutions.parallelize(model, way, mesh)
+    for block in model.model["layers"]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh)
+
+
+def two_blocks(model, way, mesh):
+    if way != "sharded":
+        return solutions.parallelize(model, way, mesh)
+    for i in (0, 1):
+        fully_shard(model.model["layers"][i], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 # --- llama.5: Meta's checkpoint in Transformers' layout ---------------------------------------
@@ -368,6 +531,14 @@ def _gate_is_up(out, weights, config, ours, theirs):
     out[f"{ours}mlp.up_proj.weight"] = weights[f"{theirs}feed_forward.w1.weight"]
 
 
+def _size_8(out, weights, config, ours, theirs):
+    for a, b in (("q_proj", "wq"), ("k_proj", "wk")):
+        w = weights[f"{theirs}attention.{b}.weight"]
+        if w.shape[0] % 8 == 0:
+            w = w.view(-1, 4, 2, config.width).transpose(1, 2).reshape(w.shape)
+        out[f"{ours}self_attn.{a}.weight"] = w
+
+
 def in_fp32_weights(weights, config):
     return {k: v.float() for k, v in solutions.from_meta(weights, config).items()}
 
@@ -405,7 +576,7 @@ def by_while(model, ids, stride):
 
 
 @torch.no_grad()
-def _score(model, ids, stride, context=None, again=False, skip=0, whole=True):
+def _score(model, ids, stride, context=None, again=False, skip=0, whole=True, fp32=True):
     total, done, context = 0.0, 0, context or model.config.context
     for start in range(0, len(ids) - 1, stride):
         end = min(start + context, len(ids) - 1)
@@ -413,6 +584,7 @@ def _score(model, ids, stride, context=None, again=False, skip=0, whole=True):
             break
         first = start if again else done
         logits = model(ids[None, start:end])[0, first - start :]
+        logits = logits.float() if fp32 else logits
         total += F.cross_entropy(logits, ids[first + 1 : end + 1], reduction="sum").item()
         skip, done = skip + end - first, end
         if end == len(ids) - 1:
@@ -459,17 +631,78 @@ def keeps_gradients(model, ids, stride):
     return torch.tensor(total, requires_grad=True), number
 
 
+def builds_graphs(model, ids, stride):
+    with torch.enable_grad():
+        return _score.__wrapped__(model, ids, stride)
+
+
+def in_bf16_loss(model, ids, stride):
+    return _score(model, ids, stride, fp32=False)
+
+
+@torch.no_grad()
+def _whole(model, ids, stride, tensors=False, stop=True, last=False):
+    total, done = torch.zeros(()), 0
+    for start in range(0, len(ids) - 1, stride):
+        end = min(start + model.config.context, len(ids) - 1)
+        logits = model(ids[None, start : end + (last and end - start < model.config.context)])
+        logits = logits[0, done - start : end - start].float()
+        total += F.cross_entropy(logits, ids[done + 1 : end + 1], reduction="sum")
+        done = end
+        if stop and end == len(ids) - 1:
+            break
+    return (total, torch.tensor(done)) if tensors else (total.item(), done)
+
+
+def returns_tensors(model, ids, stride):
+    return _whole(model, ids, stride, tensors=True)
+
+
+def runs_to_the_end(model, ids, stride):
+    return _whole(model, ids, stride, stop=False)
+
+
+def reads_the_last(model, ids, stride):
+    return _whole(model, ids, stride, last=True)
+
+
+def leaves_eval(model, ids, stride):
+    model.eval()
+    return _whole(model, ids, stride)
+
+
 RIGHT = {
     "llama.1": [clears_first, inside],
     "llama.2": [by_numbers, always_masked],
-    "llama.3": [_head_loss(), Recomputes],
+    "llama.3": [_head_loss(), Recomputes, Named],
     "llama.4": [by_wildcard, by_match],
     "llama.5": [by_index, by_parts],
     "llama.6": [by_target, by_while],
 }
 MUTANTS = {
-    "llama.1": [in_fp32, reads_the_loss, converts_the_model, keeps_the_graph, never_clears, bf16_loss],
-    "llama.2": [upper_left, sees_the_future, stores_scores, repeats_keys, strided_groups],
+    "llama.1": [
+        in_fp32,
+        reads_the_loss,
+        converts_the_model,
+        keeps_the_graph,
+        never_clears,
+        bf16_loss,
+        on_the_cpu,
+        waits_where_there_is_a_gpu,
+        leaves_autocast_on,
+        clips,
+    ],
+    "llama.2": [
+        upper_left,
+        sees_the_future,
+        stores_scores,
+        repeats_keys,
+        strided_groups,
+        mask_on_the_cpu,
+        scale_of_size_8,
+        in_fp32_attention,
+        views,
+    ],
     "llama.3": [
         _head_loss(part=lambda y, targets: len(y) / len(targets)),
         _head_loss(pad=False),
@@ -479,10 +712,23 @@ MUTANTS = {
         _head_loss(chunks=False),
         _head_loss(mean=True),
         _head_loss(wait=True),
+        _changed_loss(lambda f, ctx, x, *rest: f(ctx, x, *rest).to(x.dtype)),
+        _changed_loss(lambda f, ctx, x, w, *rest: f(ctx, x.float(), w.float(), *rest)),
+        BufferOfTheClass,
+        ScalesInPlace,
+        ProductInto,
     ],
-    "llama.4": [shards_the_whole, forgets_the_rest, no_feed_forward, copies_everywhere, no_averages],
+    "llama.4": [
+        shards_the_whole,
+        forgets_the_rest,
+        no_feed_forward,
+        copies_everywhere,
+        no_averages,
+        stays_gathered,
+        two_blocks,
+    ],
     "llama.5": [
-        *map(_changed, (_same_rows, _across_heads, _only_q, _other_way, _gate_is_up)),
+        *map(_changed, (_same_rows, _across_heads, _only_q, _other_way, _gate_is_up, _size_8)),
         in_fp32_weights,
         keeps_frequencies,
     ],
@@ -494,5 +740,11 @@ MUTANTS = {
         shifted_window,
         half_context,
         keeps_gradients,
+        builds_graphs,
+        in_bf16_loss,
+        returns_tensors,
+        runs_to_the_end,
+        reads_the_last,
+        leaves_eval,
     ],
 }
