@@ -24,7 +24,7 @@ def view_memory(found):
     fig, ax = axes(figsize=(6.6, 1.9))
     left, right = 0.0, 1.25 * max(sum(found["need"].values()), found["gpu"])
     for colour, (name, n) in zip(COLOURS, found["need"].items(), strict=False):
-        ax.barh(0, n, left=left, color=colour, label=name, height=0.5)
+        ax.barh(0, n, left=left, color=colour, label=f"{name} {n:,.0f} GB", height=0.5)
         left += n
     fits = "" if left <= found["gpu"] else ", too much"
     ax.text(
@@ -45,14 +45,16 @@ def view_memory(found):
         title=f"{found['millions']:,.0f} million parameters",
         xlabel=f"GB (dashed: {found['gpu']} GB)",
     )
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.15), ncols=4, fontsize=9)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.15), ncols=4, fontsize=9, columnspacing=1.2)
     return fig
 
 
 def draw_losses(losses, ngram, valid):
-    "Training loss by step, with the validation losses of the 5-gram model and of the Llama as lines."
+    "Training loss, a mean of a thirtieth of the steps, and both models' validation losses as lines."
     fig, ax = axes(figsize=(6.6, 3.0))
-    ax.plot(range(1, len(losses) + 1), losses, color=COLOURS[5], linewidth=1, label="Llama, training batches")
+    window = max(1, len(losses) // 30)
+    means = [sum(losses[i - window : i]) / window for i in range(window, len(losses) + 1)]
+    ax.plot(range(window, len(losses) + 1), means, color=COLOURS[5], label="Llama, training batches")
     ax.axhline(ngram, color=COLOURS[1], linestyle="--", label=f"5-gram model, validation: {ngram:.2f}")
     ax.axhline(valid, color=COLOURS[0], label=f"Llama, validation: {valid:.2f}")
     ax.set(xlabel="step", ylabel="loss (nats per token)")
