@@ -90,7 +90,7 @@ def test_figures_can_be_drawn():
         figures.draw_forecasts({"a": ([1, 2, 3], [1, 3, 2]), "b": ([1, 2, 3], [3, 1, 2])}),
         figures.draw_overlap(50),
         figures.draw_scores({"shuffled": [0.6, 0.7], "one": [0.1]}),
-        figures.draw_decay(scores, np.arange(1, 7) * 100.0, 300, 200, 400),
+        figures.draw_decay(scores, np.arange(1, 7) * 100.0, 300, 200, 400, 3),
         figures.draw_tails({"closed": [1, 2, 3], "open": [1, 20, 300]}),
         figures.draw_bars(
             {"small": {"one launch": [1.0, 2.0], "operators": [9.0, 8.0]}, "large": {"operators": [9.0]}}
