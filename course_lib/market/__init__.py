@@ -202,3 +202,9 @@ class Stays:
             if time.perf_counter() > give_up:
                 raise RuntimeError(f"no answer to request {self.number} of {self.requests}")
         return (self.back[:1] & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+
+
+def queue_said(p50, gap_us):
+    "What to say of the median latency of requests that come each `gap_us`: nothing, or that it is a queue."
+    queue = f"; it can't answer a request each {gap_us} µs: this is a queue, not a latency"
+    return queue if p50 > gap_us else ""
