@@ -135,6 +135,18 @@ def poisson(n, rate, seed=0):
     return np.cumsum(np.random.default_rng(seed).exponential(1e3 / rate, n)).tolist()
 
 
+def with_pauses(answer, every=400, ms=5):
+    "`answer`, but each 400th call pauses for 5 ms, as a garbage collection or another process may do."
+    count = itertools.count(1)
+
+    def paused():
+        if next(count) % every == 0:
+            time.sleep(ms / 1e3)
+        return answer()
+
+    return paused
+
+
 def serve_for_real(arrivals, forward, most, wait, warm=20):
     """Latencies in µs of requests that arrive by the clock at `arrivals`; `forward(size)` answers a batch.
 

@@ -36,11 +36,8 @@ def half_life(scores, age, lives, draws, block, rng):
         size = (curves @ mean) / (curves**2).sum(1)
         return lives[((mean - size[:, None] * curves) ** 2).sum(1).argmin()]
 
-    def drawn():
-        first = rng.integers(0, len(scores) - block + 1, len(scores) // block)
-        return scores[first[:, None] + np.arange(block)].mean((0, 1))
-
-    found = [fit(drawn()) for _ in range(draws)]
+    firsts = [rng.integers(0, len(scores) - block + 1, len(scores) // block) for _ in range(draws)]
+    found = [fit(scores[first[:, None] + np.arange(block)].mean((0, 1))) for first in firsts]
     return fit(scores.mean(0)), *np.percentile(found, [2.5, 97.5])
 
 
