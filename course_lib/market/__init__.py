@@ -97,9 +97,7 @@ def gpu_us(bodies, width, calls=20, replays=10, rounds=7):
     Events around `replays` replays; the graphs take turns, and a first round warms up.
     """
     x, y = torch.randn(width, device="cuda"), torch.zeros(1, device="cuda")
-    graphs = {
-        name: captured(lambda body=body: [body(x, y) for _ in range(calls)]) for name, body in bodies.items()
-    }
+    graphs = {n: captured(lambda b=b: [b(x, y) for _ in range(calls)]) for n, b in bodies.items()}
     found = {name: [] for name in graphs}
     for _, (name, graph) in itertools.product(range(rounds + 1), graphs.items()):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -119,10 +117,9 @@ def compiled_c(source, name):
         return None
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "code.c").write_text(source, encoding="utf-8")
-        options = "-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"
-        done = subprocess.run(
-            [compiler, *options, "-o", "code.so", "code.c"], cwd=folder, capture_output=True
-        )
+        flags = "-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"
+        command = [compiler, *flags, "-o", "code.so", "code.c"]
+        done = subprocess.run(command, cwd=folder, capture_output=True)
         if done.returncode:
             return None
         fn = getattr(ctypes.CDLL(str(Path(folder, "code.so"))), name)
@@ -138,13 +135,7 @@ def poisson(n, rate, seed=0):
 def with_pauses(answer, every=400, ms=5):
     "`answer`, but each 400th call pauses for 5 ms, as a garbage collection or another process may do."
     count = itertools.count(1)
-
-    def paused():
-        if next(count) % every == 0:
-            time.sleep(ms / 1e3)
-        return answer()
-
-    return paused
+    return lambda: (time.sleep(ms / 1e3) if next(count) % every == 0 else None, answer())[1]
 
 
 def serve_for_real(arrivals, forward, most, wait, warm=20):
@@ -217,6 +208,5 @@ class Stays:
 
 
 def queue_said(p50, gap_us):
-    "What to say of the median latency of requests that come each `gap_us`: nothing, or that it is a queue."
-    queue = f"; it can't answer a request each {gap_us} µs: this is a queue, not a latency"
-    return queue if p50 > gap_us else ""
+    "A warning where the median latency of requests that come each `gap_us` is longer than that, or nothing."
+    return f"; one each {gap_us} µs is too much: this is a queue, not a latency" if p50 > gap_us else ""

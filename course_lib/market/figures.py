@@ -68,9 +68,7 @@ def draw_decay(scores, age, life, low, high, block):
     fig, ax = axes(figsize=(6.8, 3.6))
     blocks = np.lib.stride_tricks.sliding_window_view(scores, block, axis=0).mean(-1)
     mean, error = scores.mean(0), blocks.std(0, ddof=1) * (block / len(scores)) ** 0.5
-    ax.errorbar(
-        age, mean, yerr=1.96 * error, fmt="o", color=BLUE, markersize=4, capsize=2, label="mean of all models"
-    )
+    ax.errorbar(age, mean, 1.96 * error, fmt="o", color=BLUE, ms=4, capsize=2, label="mean of all models")
     x = np.linspace(0, max(age) * 1.03, 200)
 
     def curve(half):

@@ -56,6 +56,13 @@ def test_a_server_by_the_clock_batches_as_the_simulation_does():
     assert (found > np.array(want) - 1).all()  # a busy machine makes them longer
 
 
+def test_pauses_and_what_is_said_of_a_queue():
+    answers = market.with_pauses(lambda: 7, every=2, ms=20)
+    start = time.perf_counter()
+    assert [answers(), answers()] == [7, 7] and time.perf_counter() - start >= 0.02
+    assert market.queue_said(90.0, 100) == "" and "a queue" in market.queue_said(110.0, 100)
+
+
 def test_c_code_is_compiled_where_there_is_a_compiler():
     fn = market.compiled_c("float half(int x) { return x / 2.0f; }", "half")
     assert fn is None or fn(5) == 2.5
