@@ -160,12 +160,12 @@ def read(said, kernel, program, args, offsets):
 def refusal(source, log):
     "The first error of a compiler's log, g++'s, clang++'s or NVRTC's, in one sentence."
     found = re.search(r"\w+\.cu[:(](\d+)\)?[:\d]*: (?:fatal )?error: (.*)", log)
+    if "cuda_" in log and (not found or int(found[1]) > len(source.splitlines())):
+        return "the compiler refuses the kernel: its parameters must be pointers and numbers here"
     if not found:
         rest = re.search(r"error: .*|undefined reference to .*", log)
         return f"the compiler refuses the kernel: {(rest[0] if rest else log.strip()[-200:])[:300]}"
     said = found[2].split("; did you mean")[0]
-    if "cuda_" in said or "cuda_call" in log:
-        return "the compiler refuses the kernel: its parameters must be pointers and numbers here"
     if unknown := re.search(r"[‘'](__\w+|atomic\w+)[’']", said):
         said = f"{unknown[1]} isn't known to the course's emulator (a GPU may know it)"
     return f"the compiler refuses {line_of(source, int(found[1]))}: {said[:200]}"

@@ -28,9 +28,7 @@ def draw_bars(rates, unit="TB/s", roof=None, title=None):
     ax.barh(list(rates), medians, xerr=spread, color=colours, error_kw={"lw": 1, "capsize": 2})
     top = max([*medians, roof or 0])
     for row, value in enumerate(medians):
-        inside = value > 0.12 * top  # a short bar has its number on its right
-        at, colour = (0.01 * top, "white") if inside else (value + 0.015 * top, "black")
-        ax.text(at, row, show.number(value), va="center", color=colour, fontweight="bold")
+        ax.text(0.01 * top, row, show.number(value), va="center", color="white", fontweight="bold")
     if roof:
         ax.axvline(roof, color=GREY, ls="--", lw=1)
         ax.text(roof, 1.01, f"copy {roof:.3g}", transform=ax.get_xaxis_transform(), ha="center", va="bottom",
