@@ -25,18 +25,15 @@ from course_lib.cuda.report import GUARD, KernelError, compiler
 HERE = Path(__file__).resolve().parent
 STEPS, SECONDS = 30_000_000, 10  # accesses of one launch on the CPU, and its time
 FLAGS = "-std=c++17", "-fno-pie", "-w"
-SEEN = (
-    "-O1",
-    "-g1",
-    "-fsanitize=thread",
-)  # the kernel's own file: each access calls a function of emulator.cpp
+# The kernel's own file: each access calls a function of emulator.cpp.
+SEEN = "-O1", "-g1", "-fsanitize=thread"
 SIGNALS = {
     8: ": a whole number is divided by zero",
-    11: ": look for a recursion without an end or a large local array",
+    11: ": look for endless recursion or a large local array",
 }
 BOUNDS = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
 STARTS = r"(?:\A|[;}])\s*(?:(?:static|inline)\s+)*(?:void|bool|int|unsigned|float|double)\b"
-HOST = STARTS + r"[\w\s*&]*\([^()]*\)(?=\s*\{)"  # a function without __device__
+HOST = STARTS + r"(?:(?!__device__)[\w\s*&])*\([^()]*\)(?=\s*\{)"  # a function without __device__
 REFUSED = {  # hidden from the counts, or refused by NVRTC
     r"#\s*include|\bstd\s*::": "NVRTC has no C++ headers; functions such as min, fmaf and sqrtf need none",
     r"\bmem(cpy|set|move)\b": "the emulator can't count it: write a loop, or __float_as_int(x) for the bits",

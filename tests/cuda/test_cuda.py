@@ -191,7 +191,7 @@ def test_a_loop_without_accesses_and_a_crash_end_the_child_alone(monkeypatch):
     body = "volatile int a[99]; a[1] = deep(p) + a[0]; return a[1];"
     deep = f"__device__ __noinline__ int deep(volatile int* p) {{ {body} }}"
     text = source("    int a[1]; y[0] = deep(a);", before=deep)
-    assert "signal 11: look for a recursion" in error(text, *vectors())
+    assert "signal 11: look for endless recursion" in error(text, *vectors())
 
 
 def test_arguments():
