@@ -63,6 +63,8 @@ CUDA_PAIR(float2, float, 8)
 CUDA_PAIR(int2, int, 8)
 CUDA_PAIR(uint2, unsigned, 8)
 CUDA_PAIR(double2, double, 16)
+struct float3 { float x, y, z; };
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 CUDA_FOUR(float4, float)
 CUDA_FOUR(int4, int)
 CUDA_FOUR(uint4, unsigned)
@@ -113,6 +115,7 @@ CUDA_ATOMIC(atomicMin, old < value ? old : value)
 CUDA_ATOMIC(atomicExch, value)
 CUDA_ATOMIC(atomicAnd, old & value)
 CUDA_ATOMIC(atomicOr, old | value)
+CUDA_ATOMIC(atomicXor, old ^ value)
 template <class T> CUDA_UNSEEN T cuda_swap(T* at, T was, T value) {
     T old = *at;
     if (old == was) *at = value;
@@ -135,6 +138,11 @@ template <class T> CUDA_INLINE void __stcs(T* at, T value) { *at = value; }
 template <class A, class B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
 inline float __expf(float x) { return expf(x); }
+inline float __saturatef(float x) { return fminf(fmaxf(x, 0), 1); }
+#define __logf logf
+#define __sinf sinf
+#define __cosf cosf
+#define __powf powf
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -160,7 +160,7 @@ def read(said, kernel, program, args, offsets):
 def refusal(source, log):
     "The first error of a compiler's log, g++'s, clang++'s or NVRTC's, in one sentence."
     found = re.search(r"\w+\.cu[:(](\d+)\)?[:\d]*: (?:fatal )?error: (.*)", log)
-    if "cuda_" in log and (not found or int(found[1]) > len(source.splitlines())):
+    if re.search("cuda_(call|value)", log) and (not found or int(found[1]) > len(source.splitlines())):
         return "the compiler refuses the kernel: its parameters must be pointers and numbers here"
     if not found:
         rest = re.search(r"error: .*|undefined reference to .*", log)
