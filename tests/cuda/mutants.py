@@ -149,6 +149,7 @@ ROW_BY_ONE = """if (tx == 0)  // the first lane of a row loads all of it
             for (int q = 0; q < TILE; q++)
                 as[ty][q] = row < m && start + q < k ? a[row * k + start + q] : 0.0f;"""
 LOAD_A = "row < m && start + tx < k ? a[row * k + start + tx] : 0.0f"
+STRIDE = "blockIdx.x * blockDim.x + threadIdx.x"
 BARRIER = "        __syncthreads();\n"
 
 
@@ -233,7 +234,7 @@ MUTANTS = {
         changed("cuda.4", ("threadIdx.x < blockDim.x / 32 ?", "threadIdx.x < 8 ?")),  # blocks of 256 threads
         changed("cuda.4", ("v = wide[i];", "v(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);")),
         changed("cuda.4", ("int d = 16", "int d = 8")),
-        changed("cuda.4", ("x * blockDim.x, start =", "x, start = threadIdx.x ? n :")),
+        changed("cuda.4", ("x * blockDim.x, start", "x, start"), (STRIDE, "threadIdx.x ? n : blockIdx.x")),
     ],
     "cuda.5": [
         changed("cuda.5", (BARRIER + "    }", "    }")),
