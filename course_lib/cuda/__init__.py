@@ -14,7 +14,8 @@ def schedule(warps=4, latency=20, work=3, cycles=120):
     """A scheduler that issues one instruction a cycle: it stays with a warp as long as that one is ready.
 
     Each warp repeats: a load, whose data comes `latency` cycles later, then `work` instructions that need it.
-    Gives {"spans": [(warp, start, end, "issues" or "waits")], "busy": part of the cycles, …}.
+    Gives {"spans": [(warp, start, end, "issues" or "waits")], "busy": part of the cycles from the first
+    load's arrival on, …}.
     """
     ready, left, spans, w = [0] * warps, [0] * warps, [], 0
     for now in range(cycles):
@@ -28,7 +29,8 @@ def schedule(warps=4, latency=20, work=3, cycles=120):
         else:
             left[w], ready[w] = work, now + 1 + latency
             spans.append((w, now + 1, min(cycles, now + 1 + latency), "waits"))
-    busy = sum(kind == "issues" for *_, kind in spans) / cycles
+    first = 1 + latency
+    busy = sum(kind == "issues" and start >= first for _, start, _, kind in spans) / (cycles - first)
     return {"spans": spans, "busy": busy, "cycles": cycles, "warps": warps}
 
 
@@ -68,7 +70,16 @@ def shell(command, folder, most=9, seconds=60):
     words = shlex.split(command)
     if not shutil.which(words[0], path=path) and not (folder / words[0]).exists():
         return f"{words[0]} isn't installed here: it comes with the CUDA toolkit"
-    ran = subprocess.run(words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
-                         timeout=seconds)  # fmt: skip
+    try:
+        ran = subprocess.run(
+            words,
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{words[0]} was stopped after {seconds} s"
     lines = (ran.stdout + ran.stderr).splitlines()
     return "\n".join(lines[:most] + [f"… {len(lines) - most} more lines"] * (len(lines) > most))

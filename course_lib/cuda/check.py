@@ -7,7 +7,7 @@ import torch
 
 from course_lib import checking as core
 from course_lib.checking import require, yours  # noqa: F401
-from course_lib.cuda.kernel import Kernel, KernelError
+from course_lib.cuda.kernel import Kernel, KernelError, is_pointer, on_gpu
 
 
 class Launch:
@@ -19,10 +19,12 @@ class Launch:
         require(isinstance(source, str), f"{name} returns {core.kind(source)}; expected text in CUDA C++")
         self.what = "the source"
         self.kernel = self._or_wrong(Kernel, source)
-        got = ["*" * ("*" in declared) + name for name, declared in self.kernel.parameters.items()]
+        got = ["*" * is_pointer(declared) + name for name, declared in self.kernel.parameters.items()]
         same = ["*" in p for p in got] == ["*" in p for p in parameters]
         require(same, f"the kernel takes ({', '.join(got)}); expected ({', '.join(parameters)})")
         self.names = list(self.kernel.parameters)
+        if torch.cuda.is_available():  # NVRTC may refuse what the CPU's compiler takes
+            self._or_wrong(on_gpu, self.kernel)
 
     def _or_wrong(self, fn, *args, **kwargs):
         try:
@@ -52,6 +54,20 @@ class Launch:
                     raise core.Wrong(f"{what}: the threads {verb} {got:,} of {name}; expected {elements:,}")
         return counts
 
+    def shared_out(self, counts, places, what, threads=None, most=None):
+        "No thread moves many more bytes of these tensors than an even share, or than `most`."
+        for place in places:
+            for verb, moved in (("load", counts.loads), ("store", counts.stores)):
+                name = place if place == "shared" else self.names[place]
+                if got := counts.most.get((verb, name), 0):
+                    share = most or moved[name].moved / threads
+                    if got > (most or 1.25 * share + 32):  # a float4 and a tail more
+                        found = f"one thread {verb}s {got // 4:,} words of {name}"
+                        all_work = "let all threads do an even part of the work"
+                        raise core.Wrong(
+                            f"{what}: {found}, where {math.ceil(share / 4):,} would do: {all_work}"
+                        )
+
     def coalesced(self, counts, places, what):
         "Each request of a warp touches no more sectors than its bytes need, and few for a ragged start."
         for line, kind, name, t in counts.rows:
@@ -78,15 +94,16 @@ def saxpy(answer):
         (100, 1, 32),
         *((random.randrange(2000, 4000), random.randrange(2, 7), b) for b in (64, 96, 256)),
     ]
-    for n, grid, block in [*sizes, (random.randrange(40, 90), 3, 128)]:
+    for n, grid, block in [*sizes, (random.randrange(40, 90), 3, 128), (0, 2, 32), (30_001, 3, 128)]:
         a = random.uniform(-2, 3)
-        x, y = torch.randn(n), torch.randn(n + 3)  # three elements more, which are not the kernel's
+        x, y = torch.randn(max(n, 1)), torch.randn(n + 3)  # three elements more, which are not the kernel's
         want = y.double()
-        want[:n] += a * x.double()
+        want[:n] += a * x[:n].double()
         what = f"n = {n:,}, grid {grid}, block {block}"
         counts = run.run(what, grid, block, n, a, x, y, reads={2: n, 3: n}, writes={3: n})
         core.close(y, want, f"y, {what}", rtol=1e-5, atol=1e-5)
         run.coalesced(counts, (2, 3), what)
+        run.shared_out(counts, (2, 3), what, grid * block)
 
 
 @core.exercise("cuda.2", "right for ragged sizes; loads and stores coalesced; no bank conflict, no race")
@@ -106,6 +123,7 @@ def transpose(answer):
         core.close(y, x.T, f"y, {what}", 0, 0)
         run.coalesced(counts, (0, 1), what)
         run.no_conflicts(counts, what)
+        run.shared_out(counts, (0, 1), what, most=16)
 
 
 @core.exercise(
@@ -113,15 +131,28 @@ def transpose(answer):
 )
 def scan(answer):
     run = Launch(answer, "*x", "*out", "n")
-    for block, n in ((32, 32), (64, 50), (96, 96), (256, 199), (random.choice((128, 160)), 97), (1024, 1000)):
+    sizes = (
+        (32, 32),
+        (64, 50),
+        (96, 96),
+        (256, 199),
+        (random.choice((128, 160)), 97),
+        (1024, 1000),
+        (4, 4),
+        (1, 1),
+    )
+    for block, n in [*sizes, (50, 47), (random.randrange(33, 63), 33)]:
         blocks = random.randrange(2, 4)
         x, out = torch.randint(-9, 10, (blocks, n)).float(), core.poison(blocks, n)
         for backwards in (False, True):
             what = f"{blocks} rows of {n}, blocks of {block} threads" + ", the last thread first" * backwards
-            run.run(
+            counts = run.run(
                 what, blocks, block, x, out, n, reads={0: blocks * n}, writes={1: None}, backwards=backwards
             )
             core.close(out, x.cumsum(1), f"out, {what}", 0, 0)
+            run.shared_out(counts, (0,), what, most=4)
+            if block == 1024:
+                run.shared_out(counts, (1, "shared"), what, most=n)
 
 
 @core.exercise(
@@ -129,14 +160,21 @@ def scan(answer):
 )
 def total(answer):
     run = Launch(answer, "*x", "*out", "n")
-    sizes = [(1, 1, 32), (random.randrange(5, 30), 2, 64), (4096, 2, 512), (4099, 3, 96), (30_001, 5, 1024)]
+    sizes = [
+        (0, 2, 32),
+        (1, 1, 32),
+        (random.randrange(5, 30), 2, 64),
+        (4096, 2, 512),
+        (9999, 3, 96),
+        (30_001, 5, 1024),
+    ]
     for n, grid, block in [*sizes, (random.randrange(2000, 6000), random.randrange(2, 9), 256)]:
-        x = torch.randint(-99, 100, (n,)).float() / 8  # sums of eighths are exact
+        x = torch.randint(-99, 100, (max(n, 1),)).float() / 8  # sums of eighths are exact
         start = float(random.randrange(1, 50))
         out = torch.tensor([start, -1.0])
         what = f"n = {n:,}, grid {grid}, block {block}"
         counts = run.run(what, grid, block, x, out, n, reads={0: n}, writes={1: None})
-        core.close(out[0].item(), start + x.double().sum().item(), f"out[0], {what}", 1e-6, 1e-4)
+        core.close(out[0].item(), start + x[:n].double().sum().item(), f"out[0], {what}", 1e-6, 1e-4)
         require(out[1] == -1, f"{what}: only out[0] may change, and out[1] did")
         rows = [(kind, t.accesses) for _, kind, name, t in counts.rows if name == run.names[1]]
         atomics = sum(k for kind, k in rows if kind == "atomic")
@@ -145,6 +183,7 @@ def total(answer):
         require(once, f"{what}: out is accessed {got} times; expected one atomicAdd for each block")
         run.coalesced(counts, (0,), what)
         run.no_conflicts(counts, what)
+        run.shared_out(counts, (0,), what, grid * block)
 
 
 @core.exercise("cuda.5", "right for ragged sizes; loads as the formula says; no bank conflict, no race")
@@ -158,6 +197,7 @@ def matmul(answer):
         counts = run.run(what, grid, (16, 16), a, b, c, m, n, k, reads=reads, writes={2: m * n})
         core.close(c, a.double() @ b.double(), f"c, {what}", rtol=1e-4, atol=1e-4)
         run.no_conflicts(counts, what)
+        run.shared_out(counts, (0, 1), what, most=4 * (-(-k // 16) + 1))
         for name, t in counts.loads.items():
             along = name == "shared" or t.sectors <= t.bytes / 16 + 2 * t.requests
             found = f"a warp's load of {name} touches {t.sectors / t.requests:.1f} sectors"
@@ -169,7 +209,7 @@ def occupancy(resident_blocks, warps_needed):
     core.need_callable(resident_blocks)
     core.need_callable(warps_needed)
     fixed = [(157, 36, 0), (25, 107, 9182), (1024, 65, 0), (32, 16, 0), (256, 32, 232_448)]
-    fixed += [(292, 199, 10_994), (32, 16, 10_649)]
+    fixed += [(292, 199, 10_994), (32, 16, 10_649), (32, 16, 6145)]
     for case in range(400):
         shared = random.choice((0, random.randrange(30_000), random.randrange(232_449)))
         drawn = random.randrange(1, 1025), random.randrange(16, 129), shared
@@ -179,6 +219,10 @@ def occupancy(resident_blocks, warps_needed):
         want = min(32, 64 // warps, 16_384 // each * 4 // warps, 233_472 // taken)
         what = f"blocks of {threads} threads, {registers} registers, {shared:,} bytes"
         core.equal(core.call(resident_blocks, threads, registers, shared), want, what, "resident")
+    whole = core.call(warps_needed, 2**-20, 2**42, 128, 4, 1)
+    core.equal(
+        whole, 256, "warps for 2^42 bytes/s at 2^-20 s on 128 multiprocessors, one load of 4 bytes", "warps"
+    )
     for _ in range(50):
         latency, rate, width = (
             random.uniform(2e-7, 1e-6),

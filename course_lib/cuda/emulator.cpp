@@ -35,10 +35,11 @@ struct Thread {
     unsigned mask, posted, result;
     int from;  // the lane whose value a shuffle gets; -1 at __syncwarp, -2 at a ballot
     void* at;  // where in the code it waits
-    std::unordered_map<void*, unsigned> times;
+    std::unordered_map<uint64_t, unsigned> times;
+    std::vector<long> moved;  // bytes, by tensor and kind
 };
 struct Access { unsigned block, thread, epoch, warp_epoch; void* pc; unsigned char mask, atomic; };
-struct Cell { Access written, read[2]; };  // of a word of four bytes; block 0 is none
+struct Cell { Access written, read[4]; };  // of a word of four bytes; block 0 is none
 struct Group { uint64_t key; int n; uint64_t at[32]; int bytes[32], lane[32]; };  // a warp's one instruction
 struct Count { long accesses, requests, moved, bytes, sectors, passes, needed; };
 struct Region { char *from, *to; };
@@ -52,6 +53,7 @@ static std::unordered_map<uint64_t, Count> counts;  // by place in the code, ten
 static std::set<std::pair<void*, void*>> told;
 static Cell *shadow, *shared_shadow;
 static char *arena, *shared, *shared_end;
+static std::vector<long> most;  // bytes of one thread, by tensor and kind
 static size_t arena_bytes;
 static ucontext_t scheduler;
 static Thread* me;
@@ -130,7 +132,8 @@ static void watch(void* address, int bytes, bool writes, bool atomic, void* pc) 
     }
     if (++steps > limit) say("limit %p\n", pc), stop();
     uint64_t key = uint64_t(pc) << 16 | uint64_t(tensor + 1) << 2 | atomic << 1 | writes;
-    unsigned warp = number(me) / 32, time = me->times[pc]++;
+    unsigned warp = number(me) / 32, time = me->times[key]++;
+    me->moved[key & 0xffff] += bytes;
     uint64_t group = key * 0x9e3779b97f4a7c15u ^ (uint64_t(time) << 24 | warp << 16);
     Group& g = groups[group];
     g.key = key;
@@ -150,8 +153,12 @@ static void watch(void* address, int bytes, bool writes, bool atomic, void* pc) 
         } else {
             if (in_shared && !c.written.block && told.insert({pc, nullptr}).second)
                 say("unwritten %p %u %u %p\n", pc, block_number - 1, number(me), w);
-            Access& r = c.read[0];  // two readers that differ: a later writer is at most one of them
-            if (r.block == now.block && r.epoch == now.epoch && r.thread != now.thread) c.read[1] = r;
+            // The last reader, and one of another thread, of another warp, and of another block: a later writer
+            // races with one of these if it races with any.
+            Access& r = c.read[0];
+            if (r.block != now.block) c.read[3] = r;
+            else if (r.epoch == now.epoch && r.thread / 32 != now.thread / 32) c.read[2] = r;
+            else if (r.epoch == now.epoch && r.thread != now.thread) c.read[1] = r;
             r = now;
         }
     }
@@ -196,6 +203,7 @@ static unsigned wait(State state, unsigned mask, unsigned value, int from, void*
     return me->result;
 }
 void __syncthreads() { wait(BARRIER, 0, 0, 0, __builtin_return_address(0)); }
+int __syncthreads_count(int p) { return wait(BARRIER, 0, p != 0, 0, __builtin_return_address(0)); }
 void __syncwarp(unsigned mask) { wait(WARP, mask, 0, -1, __builtin_return_address(0)); }
 unsigned __ballot_sync(unsigned mask, int p) { return wait(WARP, mask, p != 0, -2, __builtin_return_address(0)); }
 unsigned cuda_shuffle(unsigned mask, unsigned value, int from) {
@@ -249,6 +257,7 @@ static void run_block(bool reversed) {
     for (Thread& t : threads) {
         t.state = READY;
         t.times.clear();
+        t.moved.assign(most.size(), 0);
         getcontext(&t.context);
         t.context.uc_stack.ss_sp = t.stack, t.context.uc_stack.ss_size = STACK, t.context.uc_link = &scheduler;
         makecontext(&t.context, body, 0);
@@ -278,8 +287,16 @@ static void run_block(bool reversed) {
             stop();
         }
         epoch++;
-        for (Thread& t : threads) t.state = READY;
+        unsigned yes = 0;
+        for (Thread& t : threads) {
+            yes += t.posted;
+            if (t.at != waits->at && told.insert({t.at, waits->at}).second)
+                say("apart %p %p %u %u %u\n", waits->at, t.at, block_number - 1, number(waits), number(&t));
+        }
+        for (Thread& t : threads) t.state = READY, t.result = yes;
     }
+    for (Thread& t : threads)
+        for (size_t k = 0; k < most.size(); k++) most[k] = std::max(most[k], t.moved[k]);
     for (auto& [_, g] : groups) finish(g);
     groups.clear();
 }
@@ -312,6 +329,7 @@ int main(int, char** v) {
     shared = __start_cuda_shared, shared_end = __stop_cuda_shared;
     shadow = (Cell*)calloc(arena_bytes / 4 + 1, sizeof(Cell));
     shared_shadow = (Cell*)calloc((shared_end - shared) / 4 + 1, sizeof(Cell));
+    most.resize(4 * (tensors.size() + 1));
     threads.resize(size.x * size.y * size.z);
     warp_epochs.resize((threads.size() + 31) / 32);
     for (Thread& t : threads) {
@@ -331,5 +349,7 @@ int main(int, char** v) {
         say("count 0x%llx %d %d %ld %ld %ld %ld %ld %ld %ld\n", (unsigned long long)(key >> 16),
             int(key >> 2 & 0x3fff) - 1, int(key & 3), c.accesses, c.requests, c.moved, c.bytes, c.sectors, c.passes,
             c.needed);
+    for (size_t k = 0; k < most.size(); k++)
+        if (most[k]) say("most %d %d %ld\n", int(k >> 2) - 1, int(k & 3), most[k]);
     stop();
 }

@@ -1,6 +1,7 @@
 // What a kernel in CUDA C++ needs to be compiled by g++ or clang++ and run on a CPU: emulator.cpp runs it.
 // Loads and stores of the kernel are seen because its file alone is compiled with -fsanitize=thread.
 #pragma once
+#include <assert.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -17,6 +18,7 @@ union cuda_argument { void* pointer; double number; };
 extern "C" {
 extern cuda_place* cuda_now;  // of the thread that runs
 void __syncthreads();
+int __syncthreads_count(int predicate);
 void __syncwarp(unsigned mask = 0xffffffffu);
 unsigned __ballot_sync(unsigned mask, int predicate);
 unsigned cuda_shuffle(unsigned mask, unsigned value, int from);  // the value of lane `from` of the warp
@@ -52,14 +54,17 @@ void cuda_atomic(void* at, int bytes);
             cuda_copy(this, &o, BYTES);                                                               \
             return *this;                                                                             \
         }
-#define CUDA_PAIR(NAME, T) CUDA_VECTOR(NAME, T, 8, x = 0, y = 0) NAME(T x, T y) : x(x), y(y) {} }; \
+#define CUDA_PAIR(NAME, T, BYTES) CUDA_VECTOR(NAME, T, BYTES, x = 0, y = 0) NAME(T x, T y) : x(x), y(y) {} }; \
     inline NAME make_##NAME(T x, T y) { return NAME(x, y); }
 #define CUDA_FOUR(NAME, T) CUDA_VECTOR(NAME, T, 16, x = 0, y = 0, z = 0, w = 0)                       \
     NAME(T x, T y, T z, T w) : x(x), y(y), z(z), w(w) {} };                           \
     inline NAME make_##NAME(T x, T y, T z, T w) { return NAME(x, y, z, w); }
-CUDA_PAIR(float2, float)
-CUDA_PAIR(int2, int)
-CUDA_PAIR(uint2, unsigned)
+CUDA_PAIR(float2, float, 8)
+CUDA_PAIR(int2, int, 8)
+CUDA_PAIR(uint2, unsigned, 8)
+CUDA_PAIR(double2, double, 16)
+struct float3 { float x, y, z; };
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 CUDA_FOUR(float4, float)
 CUDA_FOUR(int4, int)
 CUDA_FOUR(uint4, unsigned)
@@ -89,6 +94,8 @@ template <class T> CUDA_INLINE T __shfl_xor_sync(unsigned mask, T v, int other, 
 }
 CUDA_INLINE int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
 CUDA_INLINE int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
+CUDA_INLINE int __syncthreads_or(int p) { return __syncthreads_count(p) != 0; }
+CUDA_INLINE int __syncthreads_and(int p) { return __syncthreads_count(!p) == 0; }
 
 #define CUDA_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 #define CUDA_ATOMIC(NAME, ...)                                                          \
@@ -106,16 +113,47 @@ CUDA_ATOMIC(atomicSub, old - value)
 CUDA_ATOMIC(atomicMax, old > value ? old : value)
 CUDA_ATOMIC(atomicMin, old < value ? old : value)
 CUDA_ATOMIC(atomicExch, value)
+CUDA_ATOMIC(atomicAnd, old & value)
+CUDA_ATOMIC(atomicOr, old | value)
+CUDA_ATOMIC(atomicXor, old ^ value)
+template <class T> CUDA_UNSEEN T cuda_swap(T* at, T was, T value) {
+    T old = *at;
+    if (old == was) *at = value;
+    return old;
+}
+template <class T, class U, class V> CUDA_INLINE T atomicCAS(T* at, U was, V value) {
+    cuda_atomic(at, sizeof(T));
+    return cuda_swap(at, T(was), T(value));
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
-template <class T> __attribute__((always_inline)) inline T __ldg(const T* at) { return *at; }
+inline void __nanosleep(unsigned) {}
+template <class T> CUDA_INLINE T __ldg(const T* at) { return *at; }
+template <class T> CUDA_INLINE T __ldca(const T* at) { return *at; }
+template <class T> CUDA_INLINE T __ldcg(const T* at) { return *at; }
+template <class T> CUDA_INLINE T __ldcs(const T* at) { return *at; }
+template <class T> CUDA_INLINE void __stcs(T* at, T value) { *at = value; }
 
 // CUDA's min and max take mixed integers and floats.
 template <class A, class B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
 inline float __expf(float x) { return expf(x); }
+inline float __saturatef(float x) { return fminf(fmaxf(x, 0), 1); }
+#define __logf logf
+#define __sinf sinf
+#define __cosf cosf
+#define __powf powf
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline int __float2int_rn(float x) { return int(rintf(x)); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+CUDA_INLINE int __float_as_int(float x) { int bits; memcpy(&bits, &x, 4); return bits; }
+CUDA_INLINE float __int_as_float(int bits) { float x; memcpy(&x, &bits, 4); return x; }
 
 template <class T> T cuda_value(cuda_argument a) {
     if constexpr (std::is_pointer_v<T>) return (T)a.pointer;
@@ -128,3 +166,5 @@ CUDA_UNSEEN void cuda_call(void (*kernel)(A...), const cuda_argument* a, std::in
 template <class... A> CUDA_UNSEEN void cuda_call(void (*kernel)(A...), const cuda_argument* a) {
     cuda_call(kernel, a, std::index_sequence_for<A...>{});
 }
+#define __align__(n) __attribute__((aligned(n)))
+#define alignas(n) __attribute__((aligned(n)))  // g++ takes the attribute between `__shared__` and the type

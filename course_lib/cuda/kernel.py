@@ -25,12 +25,23 @@ from course_lib.cuda.report import GUARD, KernelError, compiler
 HERE = Path(__file__).resolve().parent
 STEPS, SECONDS = 30_000_000, 10  # accesses of one launch on the CPU, and its time
 FLAGS = "-std=c++17", "-fno-pie", "-w"
-SEEN = (
-    "-O1",
-    "-g1",
-    "-fsanitize=thread",
-)  # the kernel's own file: each access calls a function of emulator.cpp
+# The kernel's own file: each access calls a function of emulator.cpp.
+SEEN = "-O1", "-g1", "-fsanitize=thread"
+SIGNALS = {
+    8: ": a whole number is divided by zero",
+    11: ": look for endless recursion or a large local array",
+}
 BOUNDS = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
+STARTS = r"(?:\A|[;}])\s*(?:(?:static|inline)\s+)*(?:void|bool|int|unsigned|float|double)\b"
+HOST = STARTS + r"(?:(?!__device__)[\w\s*&])*\([^()]*\)(?=\s*\{)"  # a function without __device__
+REFUSED = {  # hidden from the counts, or refused by NVRTC
+    r"#\s*include|\bstd\s*::": "NVRTC has no C++ headers; functions such as min, fmaf and sqrtf need none",
+    r"\bmem(cpy|set|move)\b": "the emulator can't count it: write a loop, or __float_as_int(x) for the bits",
+    r"\bno_sanitize\w*|\b(__)?asm(__)?\b": "the emulator couldn't count its accesses",
+    r"\bextern\s+__shared__": "the emulator has no dynamic shared memory: declare an array of a fixed size",
+    HOST: "a kernel can't call a function without __device__",
+    r"\btemplate\s*<[^<>]*>\s*__global__": "a kernel can't be a template here",
+}
 SIGNATURE = rf"__global__\s+{BOUNDS}void\s+{BOUNDS}(\w+)\s*\(([^)]*)\)"
 
 
@@ -44,12 +55,18 @@ class Kernel:
     def __init__(self, source):
         if not isinstance(source, str):
             raise KernelError(f"Kernel takes CUDA C++ as text, and was given a {type(source).__name__}")
-        found = re.search(SIGNATURE, re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL))
-        if not found:
-            raise KernelError("the source holds no `__global__ void name(…)`")
-        self.source, self.name = source, found[1]
-        given = [p.strip() for p in found[2].split(",") if p.strip()]
-        self.parameters = {re.search(r"(\w+)\s*$", p)[1]: p for p in given}
+        code = re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL)
+        kernels = re.findall(SIGNATURE, code)
+        if len(kernels) != 1:
+            names = ", ".join(name for name, _ in kernels)
+            several = f"the source holds {len(kernels)} kernels ({names}): give each a source of its own"
+            raise KernelError(several if kernels else "the source holds no `__global__ void name(…)`")
+        for pattern, why in REFUSED.items():
+            if found := re.search(pattern, code):
+                raise KernelError(f"`{' '.join(found[0].strip(';}').split())}`: {why}")
+        self.source, (self.name, given) = source, kernels[0]
+        given = [p.strip() for p in given.split(",") if p.strip()]
+        self.parameters = {(re.findall(r"\w+", p.split("[")[0]) or [p])[-1]: p for p in given}
 
     def __getitem__(self, launch):
         if not isinstance(launch, tuple) or len(launch) != 2:
@@ -99,10 +116,10 @@ class Kernel:
         if len(args) != len(self.parameters):
             raise KernelError(f"{self.name} takes ({names}) and was given {len(args)} arguments")
         for declared, a in zip(self.parameters.values(), args, strict=True):
-            if ("*" in declared) != isinstance(a, torch.Tensor):
+            if is_pointer(declared) != isinstance(a, torch.Tensor):
                 got = "a tensor" if isinstance(a, torch.Tensor) else type(a).__name__
                 raise KernelError(f"{self.name}: the parameter `{declared}` was given {got}")
-            if "*" not in declared and re.search(r"long|_t\b", declared):
+            if not is_pointer(declared) and re.search(r"long|_t\b", declared):
                 raise KernelError(
                     f"{self.name}: declare `{declared}` as int, float or double: numbers are passed so"
                 )
@@ -119,6 +136,11 @@ class Kernel:
                 a = single if "float" in declared else float(a) if "double" in declared else int(a)
             given.append(a)
         return given
+
+
+def is_pointer(declared):
+    "Whether a kernel's parameter, `float* x` or `float x[]`, takes a tensor."
+    return "*" in declared or "[" in declared
 
 
 def _three(size):
@@ -145,8 +167,8 @@ def _ran(program, tensors, size, launch):
                 )
                 t.detach().reshape(-1).copy_(changed[: t.numel()])
         if ran.returncode or not told.exists():
-            died = f"the kernel's process ended with signal {-ran.returncode}"
-            raise KernelError(f"{died}: look for a recursion without an end")
+            why = SIGNALS.get(-ran.returncode, "")
+            raise KernelError(f"the kernel's process ended with signal {-ran.returncode}{why}")
         return [line.split() for line in told.read_text().splitlines()], ran.stdout
 
 
@@ -191,8 +213,10 @@ def _compiled(source, name):
 @functools.cache
 def _on_gpu(source, name):
     build = getattr(torch.cuda, "compile_kernel", None) or torch.cuda._compile_kernel
+    # Some versions of torch put extern "C" before a source that doesn't begin with it, even before a #define.
+    named = re.sub(r'(extern\s*"C"\s*)?__global__', 'extern "C" __global__', source)
     try:
-        return build(source, name)
+        return build(f'extern "C" {{}}\n#line 1\n{named}', name)
     except RuntimeError as e:
         raise KernelError(report.refusal(source, str(e))) from None
 

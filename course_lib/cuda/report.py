@@ -12,6 +12,7 @@ import torch
 from course_lib import show
 
 GUARD = 1 << 16  # bytes between tensors, so that an address outside one is inside no other
+KINDS = "load", "store", "atomic", "atomic"
 NOWHERE = -(1 << 60)
 
 
@@ -45,11 +46,12 @@ class Counts(NamedTuple):
     """What a launch did: `loads` and `stores` are {tensor's name, or "shared": Traffic}, atomics in both.
 
     `rows` holds (line, "load" or "store" or "atomic", name, Traffic); `problems` are sentences about races
-    and about values that are read before they are there.
+    and about values that are read before they are there. `most` is {(kind, name): bytes of one thread}.
     """
 
     rows: list
     problems: list
+    most: dict
 
     def grouped(self, key):
         "{key(line, kind, name): Traffic}, without rows whose key is None."
@@ -91,15 +93,18 @@ def read(said, kernel, program, args, offsets):
     `offsets` is {id of a tensor: its place in the arena}.
     """
     lines = _lines(program, {w for row in said for w in row[1:] if w.startswith("0x")})
-    arrays = sorted(_shared_arrays(program), key=lambda row: -row[1])
-    names, rows, problems = list(kernel.parameters), [], []
+    shared, others = _variables(program)
+    names, rows, problems, most = list(kernel.parameters), [], [], {}
 
     def place(offset, address=0):
         for name, a in zip(names, args, strict=True):
             at = offset - offsets.get(id(a), 1 << 60)
             if isinstance(a, torch.Tensor) and -GUARD <= at < a.nbytes + GUARD:
                 return f"{name}[{at // a.element_size()}]", f"{name} has {a.numel():,} elements"
-        for name, begin, size in arrays:
+        for name, begin, size in others:
+            if begin <= address < begin + size:
+                return name, "it is a static or global variable: declare a local or a __shared__ one"
+        for name, begin, size in shared:
             if begin <= address < begin + size + GUARD:
                 return f"word {(address - begin) // 4} of {name}", f"{name} has {size // 4:,} words"
         return "an address", "it belongs to no tensor and no shared array"
@@ -107,9 +112,10 @@ def read(said, kernel, program, args, offsets):
     for row in said:
         at, stop, note = [kernel.line(lines[w]) for w in row if w in lines], "", ""
         match row:
+            case ["most", tensor, flags, moved]:
+                most[KINDS[int(flags)], "shared" if int(tensor) < 0 else names[int(tensor)]] = int(moved)
             case ["count", pc, tensor, flags, *numbers]:
-                name = "shared" if int(tensor) < 0 else names[int(tensor)]
-                kind = ("load", "store", "atomic", "atomic")[int(flags)]
+                name, kind = "shared" if int(tensor) < 0 else names[int(tensor)], KINDS[int(flags)]
                 rows.append((lines[pc], kind, name, Traffic(*map(int, numbers))))
             case ["outside", writes, _, block, thread, offset, address, _]:
                 spot, why = place(int(offset), int(address, 16))
@@ -126,6 +132,9 @@ def read(said, kernel, program, args, offsets):
                 need = "every lane that its mask names" if int(warp) else "every thread of the block"
                 waits = f"thread {thread} of block {block} waits at {at[0]}"
                 raise KernelError(f"{waits}, and thread {other} {does}: {need} must reach it")
+            case ["apart", _, _, block, one, two] if at[0] != at[1]:
+                where = f"thread {one} of block {block} waits at {at[0]}, and thread {two} at {at[1]}"
+                raise KernelError(f"{where}: all threads of a block must reach the same barrier")
             case ["absent", _, _, thread, lane]:
                 note = f"thread {thread} wants the value of lane {lane}, which takes no part"
             case ["unwritten", _, _, thread, address]:
@@ -145,16 +154,21 @@ def read(said, kernel, program, args, offsets):
             raise KernelError(f"{stop}: {at[0]}")
         if note:
             problems.append(f"{note}: {at[0]}")
-    return Counts(rows, problems)
+    return Counts(rows, problems, most)
 
 
 def refusal(source, log):
     "The first error of a compiler's log, g++'s, clang++'s or NVRTC's, in one sentence."
     found = re.search(r"\w+\.cu[:(](\d+)\)?[:\d]*: (?:fatal )?error: (.*)", log)
+    if re.search("cuda_(call|value)", log) and (not found or int(found[1]) > len(source.splitlines())):
+        return "the compiler refuses the kernel: its parameters must be pointers and numbers here"
     if not found:
         rest = re.search(r"error: .*|undefined reference to .*", log)
         return f"the compiler refuses the kernel: {(rest[0] if rest else log.strip()[-200:])[:300]}"
-    return f"the compiler refuses {line_of(source, int(found[1]))}: {found[2][:200]}"
+    said = found[2].split("; did you mean")[0]
+    if unknown := re.search(r"[‘'](__\w+|atomic\w+)[’']", said):
+        said = f"{unknown[1]} isn't known to the course's emulator (a GPU may know it)"
+    return f"the compiler refuses {line_of(source, int(found[1]))}: {said[:200]}"
 
 
 def line_of(source, number):
@@ -180,14 +194,18 @@ def _tool(name):
     ).stdout.strip()
 
 
-def _shared_arrays(program):
-    "(name, address, bytes) of each array in shared memory."
+def _variables(program):
+    "(name, address, bytes) of each array in shared memory, the last first, and of each other variable."
     out = subprocess.run([_tool("nm"), "-C", "-S", program], capture_output=True, text=True).stdout
-    rows = [line.split(maxsplit=3) for line in out.splitlines()]
-    return [
-        (row[3].split("::")[-1], int(row[0], 16), int(row[1], 16))
-        for row in rows
-        if len(row) == 4 and row[2] in "dDbB" and "::" in row[3]
+    ends = {
+        name: int(at, 16) for at, name in re.findall(r"^(\w+) \w (__\w+_cuda_shared)$", out, re.MULTILINE)
+    }
+    first, last = (ends.get(f"__{end}_cuda_shared", 0) for end in ("start", "stop"))
+    found = re.findall(r"^(\w+) (\w+) [dDbB] (?:.*::)?(.*)$", out, re.MULTILINE)
+    rows = sorted(((name, int(at, 16), int(size, 16)) for at, size, name in found), key=lambda row: -row[1])
+    within = [first <= at < last for _, at, _ in rows]
+    return [r for r, w in zip(rows, within, strict=True) if w], [
+        r for r, w in zip(rows, within, strict=True) if not w
     ]
 
 

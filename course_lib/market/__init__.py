@@ -97,9 +97,7 @@ def gpu_us(bodies, width, calls=20, replays=10, rounds=7):
     Events around `replays` replays; the graphs take turns, and a first round warms up.
     """
     x, y = torch.randn(width, device="cuda"), torch.zeros(1, device="cuda")
-    graphs = {
-        name: captured(lambda body=body: [body(x, y) for _ in range(calls)]) for name, body in bodies.items()
-    }
+    graphs = {n: captured(lambda b=b: [b(x, y) for _ in range(calls)]) for n, b in bodies.items()}
     found = {name: [] for name in graphs}
     for _, (name, graph) in itertools.product(range(rounds + 1), graphs.items()):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -119,10 +117,9 @@ def compiled_c(source, name):
         return None
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "code.c").write_text(source, encoding="utf-8")
-        options = "-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"
-        done = subprocess.run(
-            [compiler, *options, "-o", "code.so", "code.c"], cwd=folder, capture_output=True
-        )
+        flags = "-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"
+        command = [compiler, *flags, "-o", "code.so", "code.c"]
+        done = subprocess.run(command, cwd=folder, capture_output=True)
         if done.returncode:
             return None
         fn = getattr(ctypes.CDLL(str(Path(folder, "code.so"))), name)
@@ -133,6 +130,12 @@ def compiled_c(source, name):
 def poisson(n, rate, seed=0):
     "n times of arrival in µs, at random, `rate` in a millisecond."
     return np.cumsum(np.random.default_rng(seed).exponential(1e3 / rate, n)).tolist()
+
+
+def with_pauses(answer, every=400, ms=5):
+    "`answer`, but each 400th call pauses for 5 ms, as a garbage collection or another process may do."
+    count = itertools.count(1)
+    return lambda: (time.sleep(ms / 1e3) if next(count) % every == 0 else None, answer())[1]
 
 
 def serve_for_real(arrivals, forward, most, wait, warm=20):
@@ -202,3 +205,8 @@ class Stays:
             if time.perf_counter() > give_up:
                 raise RuntimeError(f"no answer to request {self.number} of {self.requests}")
         return (self.back[:1] & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+
+
+def queue_said(p50, gap_us):
+    "A warning where the median latency of requests that come each `gap_us` is longer than that, or nothing."
+    return f"; one each {gap_us} µs is too much: this is a queue, not a latency" if p50 > gap_us else ""

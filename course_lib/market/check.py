@@ -63,7 +63,11 @@ def leak_free(answer):
         what = f"{n} samples, test from {lo} to {hi}, embargo {embargo}"
         arguments = {} if embargo is None and case % 2 else {"embargo": embargo}
         got = core.parts(_unchanged(answer, what, start, end, lo, hi, **arguments), "train test", what)
+        swapped = train != inside and [list(map(int, np.ravel(g))) for g in got] == [inside, train]
+        core.require(not swapped, f"{what}: these are (test, train); expected (train, test)")
         for name, found, want in zip(("train", "test"), got, (train, inside), strict=True):
+            masks = np.asarray(found).dtype == bool
+            core.require(not masks, f"{name} holds booleans; expected positions (`np.flatnonzero`)")
             found = [int(i) for i in _array(found, f"{name}, {what}").ravel()]
             for verb, odd in (("has", set(found) - set(want)), ("misses", set(want) - set(found))):
                 for i in sorted(odd)[:1]:
@@ -110,7 +114,9 @@ SEERS = {  # each shows another mistake
     "below the highest of all": lambda p: p.max() - p,
     "less the spread at the end": lambda p: p - p[-9:].std(),
     "the spread of all, rounded": lambda p: np.full(len(p), np.round(p.std() / 3)),
-    "a little of the end": lambda p: p + 1e-3 * p[-1],
+    "a little of the end": lambda p: p + 2e-5 * p[-1],
+    "a price or nothing, by the mean": lambda p: np.where(p > p.mean(), p, np.nan),
+    "the place of the highest at the end": lambda p: np.full(len(p), float(p[-10:].argmax())),
     "begins with the mean of all": lambda p: np.where(np.arange(len(p)) < 9, p.mean(), p),
 }
 
@@ -126,7 +132,9 @@ def look_ahead(answer):
         walk = np.cumsum(np.random.randn(random.randrange(90, 130)))
         prices = 50 + 5 * walk / walk.std()
         # One time alone shows what is filled from behind, and it isn't the first or the last.
-        times = sorted([45, *random.sample([t for t in range(20, 80) if t % 7 != 3], 12), 21, 78])
+        low = 45 if "begins with the mean of all" in case else 20  # rows long before the time count too
+        some = random.sample([t for t in range(low, 80) if t % 7 != 3], 12)
+        times = sorted([45, *some, low + 1, 78])
         kept = prices.copy()
 
         def features(p, columns=columns, n=len(prices)):
@@ -150,31 +158,44 @@ def _lives(means, age, lives):
     return lives[((means @ (unit / np.linalg.norm(unit, axis=0))) ** 2).argmax(-1)]
 
 
-@core.exercise("market.3", "half-life by least squares, interval over whole models")
+@core.exercise("market.3", "half-life by least squares, interval over blocks of models")
 def half_life(answer):
     core.need_callable(answer)
-    for case in range(4):
-        rows, ages = random.randrange(24, 36), random.randrange(9, 14)
-        age, lives = np.sort(np.random.uniform(100, 9000, ages)), np.geomspace(150, 60_000, 120)
-        size = np.random.uniform(0.05, 0.3) * np.exp(np.random.randn(rows, 1))
+    for case in range(5):
+        block, ages = (3, 1, 6, 4, 2)[case], random.randrange(9, 14)
+        rows, draws = block * random.randrange(*((5, 7) if case == 4 else (9, 13))) + (block > 2), 4000
+        age, lives = np.sort(np.random.uniform(100, 9000, ages)), np.geomspace(150, 60_000, 200)
+        groups = np.repeat(np.random.randn(-(-rows // block), 1), block, 0)[:rows]  # neighbours are alike
         if case == 0:  # models of one half-life and many sizes: whatever is drawn, it is the same
-            scores = size * 2 ** (-age / lives[random.randrange(40, 70)])
+            scores = np.exp(groups) * 0.1 * 2 ** (-age / lives[random.randrange(70, 110)])
         else:  # of many half-lives, and with noise, so that some means are below 0
-            scores = 0.2 * 2 ** (-age / (2000 * np.exp(0.7 * np.random.randn(rows, 1))))
+            scores = 0.2 * 2 ** (-age / (2000 * np.exp((1.3 if case == 4 else 0.8) * groups)))
             scores = scores + 0.06 * np.random.randn(rows, ages) * (case % 2) - 0.01
-        what, draws = f"scores of {rows} models at {ages} ages", (600, 900)[case % 2]
-        got = _unchanged(answer, what, scores, age, lives, draws, np.random.default_rng(case))
-        got = [core.number(g, what) for g in core.parts(got, "life low high", what)]
-        core.close(got[0], _lives(scores.mean(0), age, lives), f"the half-life, {what}", 1e-6)
-        drawn = scores[np.random.randint(0, rows, (2000, rows))].mean(1)
-        want = np.percentile(_lives(drawn, age, lives), (2.5, 97.5))
-        near = 0.17 * math.log(want[1] / want[0]) + 0.06 * (case > 0) + 1e-6  # a grid's step is 0.05
-        for name, value, true in zip(("low", "high"), got[1:], want, strict=True):
-            good = value > 0 and abs(math.log(value / true)) < near
-            found = f"expected about {true:,.0f}, got {value:,.0f}"
+        what = f"scores of {rows} models at {ages} ages, block {block}"
+
+        def found(draws, seed, scores=scores, age=age, lives=lives, block=block, what=what):
+            rng = np.random.default_rng(seed)
+            fresh = rng.bit_generator.state
+            got = _unchanged(answer, what, scores, age, lives, draws, block, rng)
+            core.require(rng.bit_generator.state != fresh, f"{what}: the generator `rng` isn't used")
+            return [core.number(g, what) for g in core.parts(got, "life low high", what)]
+
+        life, *ends = found(draws, case)
+        core.close(life, _lives(scores.mean(0), age, lives), f"the half-life, {what}", 1e-6)
+        first = np.random.randint(0, rows - block + 1, (20_000, rows // block))
+        drawn = scores[(first[..., None] + np.arange(block)).reshape(len(first), -1)].mean(1)
+        many = _lives(drawn, age, lives)
+        for name, end, part in zip(("low", "high"), ends, (2.5, 97.5), strict=True):
+            below, upto = (100 * np.mean(many < end * f) for f in (1 - 1e-9, 1 + 1e-9))
             core.require(
-                good, f"{name} of the interval, {what}: {found} (whole rows, 2.5 and 97.5 percentiles)"
+                below - 1 < part < upto + 1,  # four standard errors of a percentile of 4,000 draws
+                f"{name} of the interval, {what}: {below:.1f} % of the draws are below {end:,.0f}, "
+                f"expected {part} % (blocks of neighbouring rows, as many as fit in; then the percentile)",
             )
+        _, low, high = found(1, case)
+        core.require(
+            low == high, f"{what}: with draws=1, low and high must be equal, got {low:g} and {high:g}"
+        )
 
 
 class _Scripted:
@@ -230,6 +251,12 @@ def measure(answer, percentile):
             twin.sync()
             want.append(twin.time - begin - due)
         got = _array(got, "the latencies", (n,))
+        early = np.subtract(clock.started, twin.started)[warm:]
+        for k in np.flatnonzero(np.abs(early) > 1e-6)[:1]:
+            off = f"{abs(early[k]):,.1f} µs too {'late' if early[k] > 0 else 'early'}"
+            raise core.Wrong(
+                f"request {k} of {n}, due {arrivals[k]:,.1f} µs after the beginning, is called {off}"
+            )
         for k in np.flatnonzero(np.abs(got - want) > 1e-6)[:1]:
             off = f"expected {want[k]:,.1f} µs, got {got[k]:,.1f}"
             stalled = f" ({len(stalls)} calls stall, so later requests wait)" if stalls else ""
@@ -252,8 +279,11 @@ def serve(answer):
         if case in (4, 8):  # the last batch is full
             n, most, wait = 5, 5, 25
         gaps = [random.choice((0, 0, 1, 2, 9)) if case % 3 else random.randrange(0, 12) for _ in range(n)]
-        arrivals = np.cumsum([random.randrange(1, 20), *gaps])[1:].tolist() if n else []
-        table = [0, *sorted(random.sample(range(2, 40), most))]
+        arrivals = (np.cumsum([random.randrange(1, 20), *gaps])[1:] / 4).tolist() if n else []
+        table = [0, *(c / 4 for c in sorted(random.sample(range(2, 40), most)))]
+        wait /= 4
+        if case == 9:  # the example
+            n, arrivals, table, most, wait = 3, [0, 4, 30], [0, 11, 12], 2, 20
         asked = []
 
         def cost(size, table=table, asked=asked):
@@ -264,16 +294,16 @@ def serve(answer):
             return table[int(size)]
 
         want, sizes = _ticks(arrivals, table, most, wait)
-        what = f"{n} requests, most {most}, wait {wait}"
+        what = f"{n} requests, most {most}, wait {wait:g}"
         got = _array(core.call(answer, list(arrivals), cost, most, wait), what, (n,))
         for k in np.flatnonzero(np.abs(got - want) > 1e-9)[:1]:
             off = f"expected {want[k]:g} µs, got {got[k]:g}"
-            raise core.Wrong(f"{what}: the latency of request {k}, which arrives at {arrivals[k]}: {off}")
+            raise core.Wrong(f"{what}: the latency of request {k}, which arrives at {arrivals[k]:g}: {off}")
         core.equal(asked, sizes, f"{what}: the sizes of batches that cost is asked for")
 
 
 def _ticks(arrivals, table, most, wait):
-    "Latencies and sizes of batches, from one µs to the next."
+    "Latencies and sizes of batches, from one quarter of a µs to the next."
     queue, done, sizes, free, now = [], {}, [], 0, 0
     while len(done) < len(arrivals):
         queue += [k for k, a in enumerate(arrivals) if a == now]
@@ -282,7 +312,7 @@ def _ticks(arrivals, table, most, wait):
             free = now + table[len(batch)]
             sizes.append(len(batch))
             done |= {k: free - arrivals[k] for k in batch}
-        now += 1
+        now += 0.25
     return np.array([done[k] for k in range(len(arrivals))], float), sizes
 
 

@@ -63,13 +63,12 @@ def draw_scores(found):
     return fig
 
 
-def draw_decay(scores, age, life, low, high):
-    "Mean IC by age with its 95 % interval, and curves with the fitted half-life and its interval."
+def draw_decay(scores, age, life, low, high, block):
+    "Mean IC by age and its 95 % interval over blocks of rows; curves of the half-life and its interval."
     fig, ax = axes(figsize=(6.8, 3.6))
-    mean, error = scores.mean(0), scores.std(0, ddof=1) / len(scores) ** 0.5
-    ax.errorbar(
-        age, mean, yerr=1.96 * error, fmt="o", color=BLUE, markersize=4, capsize=2, label="mean of all models"
-    )
+    blocks = np.lib.stride_tricks.sliding_window_view(scores, block, axis=0).mean(-1)
+    mean, error = scores.mean(0), blocks.std(0, ddof=1) * (block / len(scores)) ** 0.5
+    ax.errorbar(age, mean, 1.96 * error, fmt="o", color=BLUE, ms=4, capsize=2, label="mean of all models")
     x = np.linspace(0, max(age) * 1.03, 200)
 
     def curve(half):

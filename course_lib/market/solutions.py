@@ -28,16 +28,16 @@ def look_ahead(features, prices, times):
     return sorted(found)
 
 
-def half_life(scores, age, lives, draws, rng):
-    "(half-life, low, high) of ICs [models, ages]; the interval by bootstrap over models."
+def half_life(scores, age, lives, draws, block, rng):
+    "(half-life, low, high) of ICs [models, ages]; the interval by bootstrap over blocks of models."
     curves = 0.5 ** (age / lives[:, None])
 
     def fit(mean):
         size = (curves @ mean) / (curves**2).sum(1)
         return lives[((mean - size[:, None] * curves) ** 2).sum(1).argmin()]
 
-    n = len(scores)
-    found = [fit(scores[rng.integers(0, n, n)].mean(0)) for _ in range(draws)]
+    firsts = [rng.integers(0, len(scores) - block + 1, len(scores) // block) for _ in range(draws)]
+    found = [fit(scores[first[:, None] + np.arange(block)].mean((0, 1))) for first in firsts]
     return fit(scores.mean(0)), *np.percentile(found, [2.5, 97.5])
 
 

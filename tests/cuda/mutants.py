@@ -118,7 +118,38 @@ extern "C" __global__ void total(const float* x, float* out, int n) {
     if (threadIdx.x == 0) atomicAdd(out, all);
 }
 """
+PAIRS = """
+extern "C" __global__ void saxpy(int n, float a, const float* x, float* y) {
+    if (threadIdx.x % 2) return;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+        for (int j = i; j < min(n, i + 2); j++) y[j] += a * x[j];
+}
+"""
+ONE_OF_ALL = """
+extern "C" __global__ void saxpy(int n, float a, const float* x, float* y) {
+    if (blockIdx.x + threadIdx.x == 0)
+        for (int i = 0; i < n; i++) y[i] += a * x[i];
+}
+"""
+ONE_THREAD = """
+extern "C" __global__ void transpose(const float* x, float* y, int rows, int columns) {
+    if (threadIdx.x + threadIdx.y > 0) return;
+    int row = blockIdx.y * 32, column = blockIdx.x * 32;
+    for (int r = row; r < min(rows, row + 32); r++)
+        for (int c = column; c < min(columns, column + 32); c++) y[c * rows + r] = x[r * columns + c];
+}
+"""
+SERIAL = """
+extern "C" __global__ void scan(const float* x, float* out, int n) {
+    float s = 0.0f;
+    for (int i = 0; i < n && threadIdx.x == 0; i++) out[blockIdx.x * n + i] = s += x[blockIdx.x * n + i];
+}
+"""
+ROW_BY_ONE = """if (tx == 0)  // the first lane of a row loads all of it
+            for (int q = 0; q < TILE; q++)
+                as[ty][q] = row < m && start + q < k ? a[row * k + start + q] : 0.0f;"""
 LOAD_A = "row < m && start + tx < k ? a[row * k + start + tx] : 0.0f"
+STRIDE = "blockIdx.x * blockDim.x + threadIdx.x"
 BARRIER = "        __syncthreads();\n"
 
 
@@ -171,6 +202,9 @@ MUTANTS = {
         changed("cuda.1", ("gridDim.x * blockDim.x", "blockDim.x")),  # a block's elements many times
         changed("cuda.1", ("y[i] = a * x[i] + y[i]", "{ y[i] += a * x[i]; y[i] -= 0.0f * y[0]; }")),
         changed("cuda.1", ("step = gridDim.x * blockDim.x", "step = gridDim.x * 256")),
+        source(PAIRS),  # every other lane takes two elements
+        source(ONE_OF_ALL),
+        changed("cuda.1", ("int step", "if (n == 0 && threadIdx.x == 0) y[0] = 0; int step")),
     ],
     "cuda.2": [
         source(STRAIGHT),
@@ -178,6 +212,7 @@ MUTANTS = {
         changed("cuda.2", ("    __syncthreads();\n", "")),
         changed("cuda.2", ("row + j < columns && column < rows", "row + j < rows && column < columns")),
         changed("cuda.2", ("y[(row + j) * rows + column]", "y[(row + j) * columns + column]")),
+        source(ONE_THREAD),
         changed("cuda.2", ("[32][33]", "[32][40]")),  # two rows of five begin in one bank
     ],
     "cuda.3": [
@@ -187,6 +222,9 @@ MUTANTS = {
         changed("cuda.3", (BARRIER, "        if (t >= d) __syncthreads();\n")),
         changed("cuda.3", ("d < blockDim.x", "d < blockDim.x / 2")),
         changed("cuda.3", ("__syncthreads", "__syncwarp")),  # one warp only
+        source(SERIAL),
+        changed("cuda.3", ("d < blockDim.x", "d < (blockDim.x & ~31u)")),  # small blocks
+        changed("cuda.3", ("left;\n", "left;\n        if (t < d) __syncthreads();\n        else\n")),
     ],
     "cuda.4": [
         changed("cuda.4", ("    for (int i = n / 4 * 4 + start; i < n; i += step) s += x[i];\n", "")),
@@ -196,6 +234,7 @@ MUTANTS = {
         changed("cuda.4", ("threadIdx.x < blockDim.x / 32 ?", "threadIdx.x < 8 ?")),  # blocks of 256 threads
         changed("cuda.4", ("v = wide[i];", "v(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);")),
         changed("cuda.4", ("int d = 16", "int d = 8")),
+        changed("cuda.4", ("x * blockDim.x, start", "x, start"), (STRIDE, "threadIdx.x ? n : blockIdx.x")),
     ],
     "cuda.5": [
         changed("cuda.5", (BARRIER + "    }", "    }")),
@@ -205,6 +244,7 @@ MUTANTS = {
         changed("cuda.5", ("sum += as[ty][i]", "if (row < m & start + i < k) sum += a[k * row + start + i]")),
         changed("cuda.5", ("start < k;", "start + TILE <= k;")),
         changed("cuda.5", ("b[(start + ty) * n", "b[(start + ty) * k")),
+        changed("cuda.5", ("as[ty][tx] = " + LOAD_A + ";", ROW_BY_ONE)),
     ],
     "cuda.6": [
         (rule(part=False), warps),
@@ -212,6 +252,7 @@ MUTANTS = {
         (rule(extra=0), warps),
         (rule(unit=1), warps),
         (rule(most=16), warps),
+        (blocks, lambda t, rate, n, width, loads: math.floor(t * rate / n / (32 * width * loads)) + 1),
         (blocks, lambda *a: warps(*a) + 1),
         (blocks, lambda t, rate, n, width, loads: math.ceil(t * rate / n / (width * loads))),
         (blocks, lambda t, rate, n, width, loads: math.floor(t * rate / n / (32 * width * loads))),

@@ -108,6 +108,44 @@ def test_blocks_race_unless_they_add_atomically():
     )
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_race_is_seen_after_other_readers(backwards):
+    apart = (
+        "    if (t + blockIdx.x == 0) y[0] = y[64];\n    if (t == 0 && blockIdx.x == 1) y[64] = y[64] + 1;"
+    )
+    warps = """    __shared__ float s;
+    if (t == 0) s = 1;
+    __syncthreads();
+    float v = s;
+    if (t < 32) { __syncwarp(); if (t == 5) s = 2; }
+    y[t] = v;"""
+    for body in (apart, warps):
+        counts = Kernel(source(body)).count(2, 64, *vectors(128), backwards=backwards)
+        assert any("a race on" in p for p in counts.problems)
+
+
+def test_names_of_cuda():
+    body = """    __shared__ alignas(16) float part[32];
+    __shared__ __align__(8) int hits;
+    if (t == 0) hits = 0;
+    part[t] = __fmaf_rn(2.0f, __ldg(x + t), __ldcs(&x[t]));
+    bool any = __syncthreads_or(t == 31), all = __syncthreads_and(t < 32);
+    atomicCAS(&hits, 0, t + 1);
+    int below = __syncthreads_count(t < 7);
+    double2 pair = make_double2(below, __popc(255) + __ffs(8) + __clz(1));
+    y[t] = part[t] + any + all + float(pair.x + pair.y) + __int_as_float(__float_as_int(1.0f));"""
+    n, x, y = vectors()
+    assert not Kernel(source(body, "int n, const float x[], float y[]")).count(1, 32, n, x, y).problems
+    torch.testing.assert_close(y, 3 * x + 2 + 7 + 43 + 1)
+
+
+def test_the_most_that_one_thread_moves():
+    counts = Kernel(source("    for (int i = 0; i < 9 && t == 3; i++) y[i] = x[i] + x[20];")).count(
+        1, 32, *vectors()
+    )
+    assert counts.most == {("load", "x"): 72, ("store", "y"): 36}
+
+
 def test_backwards_is_another_order():
     text = source("    y[0] = t + 100 * blockIdx.x;")
     for backwards, last in ((False, 131), (True, 0)):
@@ -127,6 +165,15 @@ SAID = {
     "    ((float4*)y)[0] = *(float4*)(x + 1);": "access of 16 bytes at an address that is no multiple of 16",
     "    y[t] = z;": "the compiler refuses line 4, `y[t] = z;`:",
     "    while (n > 0) y[t] = x[t] + y[t];": "(does a loop never end?): line 4",
+    "    y[t] = n / (n - 32);": "signal 8: a whole number is divided by zero",
+    "    static float all;\n    all += x[t];\n    y[t] = all;": "all, and it is a static or global variable",
+    "    if (t < 5) __syncthreads();\n    else\n    __syncthreads();": "must reach the same barrier",
+    "    y[t] = __vadd2(1, 2);": "__vadd2 isn't known to the course's emulator (a GPU may know it)",
+    "}\nint f(int i) { return i; }\n__device__ void g() {": "can't call a function without __device__",
+    "    memset(y, 0, 4 * n);": "`memset`: the emulator can't count it",
+    "    extern __shared__ float s[];": "no dynamic shared memory",
+    "    y[t] = std::min(1, 2);": "NVRTC has no C++ headers",
+    "}\n__global__ void second() {": "the source holds 2 kernels (k, second)",
 }  # fmt: skip
 
 
@@ -144,7 +191,7 @@ def test_a_loop_without_accesses_and_a_crash_end_the_child_alone(monkeypatch):
     body = "volatile int a[99]; a[1] = deep(p) + a[0]; return a[1];"
     deep = f"__device__ __noinline__ int deep(volatile int* p) {{ {body} }}"
     text = source("    int a[1]; y[0] = deep(a);", before=deep)
-    assert "signal 11: look for a recursion" in error(text, *vectors())
+    assert "signal 11: look for endless recursion" in error(text, *vectors())
 
 
 def test_arguments():
@@ -157,6 +204,8 @@ def test_arguments():
     assert "1 to 1,024 threads" in error(text, n, x, y, block=(33, 32))
     wide = "declare `long long n` as int, float or double"
     assert wide in error(source("    y[t] = n;", "long long n, float* y"), n, y)
+    point = source("    y[t] = p.n;", "P p, float* y", before="struct P { int n; };")
+    assert "its parameters must be pointers and numbers here" in error(point, 1, y)
     for given, said in (("int main() {}", "no `__global__ void name(…)`"), (source, "was given a function")):
         with pytest.raises(KernelError, match=re.escape(said)):
             Kernel(given)
@@ -182,6 +231,7 @@ def test_prints_of_a_kernel_are_shown(capsys):
 
 
 def test_the_schedulers_model():
+    assert [cuda.schedule(w, 40, 3)["busy"] == 1 for w in (10, 11)] == [False, True]
     for warps, latency, work in ((1, 9, 3), (3, 20, 1), (11, 40, 3), (16, 10, 8)):
         busy = cuda.schedule(warps, latency, work, 4000)["busy"]
         assert busy == pytest.approx(min(1, warps * (work + 1) / (latency + work + 1)), abs=0.05)
@@ -189,13 +239,16 @@ def test_the_schedulers_model():
 
 def test_the_lessons_shell(tmp_path):
     assert "isn't installed here" in cuda.shell("no-such-tool --version", tmp_path)
+    assert cuda.shell("sleep 5", tmp_path, seconds=0.2) == "sleep was stopped after 0.2 s"
     assert cuda.shell("seq 5", tmp_path, most=2) == "1\n2\n… 3 more lines"
 
 
 def test_figures_are_drawn():
     matplotlib.use("Agg")
     points = {"one": {4: 0.2, 64: 2.6}}
-    for fig in (figures.draw_sectors({"rows": range(32)}), figures.view_schedule(cuda.schedule()),
+    bars = figures.draw_bars({"long": (4.0, 3.9, 4.1), "short": (0.4, 0.4, 0.4)}, roof=4.2)
+    assert [t.get_color() for t in bars.axes[0].texts[:2]] == ["white", "black"]
+    for fig in (bars, figures.draw_sectors({"rows": range(32)}), figures.view_schedule(cuda.schedule()),
                 figures.draw_warps(points, points, 4.8), figures.draw_banks()):  # fmt: skip
         show.figure(fig)
 

@@ -75,6 +75,10 @@ def empty_test(start, end, lo, hi, embargo=None):
         return np.flatnonzero(end < lo), np.array([], int)
 
 
+def as_masks(train, test, n):
+    return np.isin(np.arange(n), train), np.isin(np.arange(n), test)
+
+
 # --- market.2: look_ahead ---------------------------------------------------------------------
 
 
@@ -135,48 +139,53 @@ def one_step(p, t):
 # --- market.3: half_life ----------------------------------------------------------------------
 
 
-def by_lstsq(scores, age, lives, draws, rng):
-    "Right: lstsq for each half-life, draws by choice."
+def by_lstsq(scores, age, lives, draws, block, rng):
+    "Right: a projection for each half-life, blocks by choice of slices."
+    shapes = [np.exp2(-age / life)[:, None] for life in lives]
+    left = np.stack([np.eye(len(age)) - s @ np.linalg.pinv(s) for s in shapes])
 
     def fit(m):
-        def error(life):
-            a = np.exp2(-age / life)[:, None]
-            return np.square(a @ np.linalg.lstsq(a, m, rcond=None)[0] - m).sum()
+        return lives[np.square(left @ m).sum(1).argmin()]
 
-        return min(lives.tolist(), key=error)
-
-    n = len(scores)
-    found = sorted(
-        fit(np.mean([scores[i] for i in rng.choice(n, n)], axis=0)) for _ in range(min(draws, 300))
-    )
+    blocks = [scores[k : k + block] for k in range(len(scores) - block + 1)]
+    some = [rng.choice(len(blocks), len(scores) // block) for _ in range(draws)]
+    found = sorted(fit(np.concatenate([blocks[k] for k in ks]).mean(axis=0)) for ks in some)
     return fit(scores.mean(0)), np.quantile(found, 0.025), np.quantile(found, 0.975)
 
 
-def by_counts(scores, age, lives, draws, rng):
-    "Right: rows weighed by a multinomial count; the part of m along each curve."
-    n = len(scores)
+def by_counts(scores, age, lives, draws, block, rng):
+    "Right: means of blocks weighed by a multinomial count; the part of m along each curve."
+    means = np.lib.stride_tricks.sliding_window_view(scores, block, axis=0).mean(-1)
+    n, k = len(means), len(scores) // block
     unit = 2.0 ** (-np.divide.outer(age, lives))
     unit /= np.linalg.norm(unit, axis=0)
-    means = rng.multinomial(n, np.full(n, 1 / n), size=draws) @ scores / n
+    drawn = rng.multinomial(k, np.full(n, 1 / n), size=draws) @ means / k
 
     def best(m):
-        return lives[(((m @ unit)[..., None, :] * unit - m[..., None]) ** 2).sum(-2).argmin(-1)]
+        return lives[((m @ unit) ** 2).argmax(-1)]
 
-    return (float(best(scores.mean(0))), *np.percentile(best(means), (2.5, 97.5)))
+    return (float(best(scores.mean(0))), *np.percentile(best(drawn), (2.5, 97.5)))
+
+
+def blocks_of(scores, block, rng, factor=1.0):
+    "As many blocks as fit in, or `factor` times as many."
+    first = rng.integers(0, len(scores) - block + 1, max(1, int(factor * (len(scores) // block))))
+    return scores[(first[:, None] + np.arange(block)).ravel()]
 
 
 def lifer(
-    pick=None,
+    pick=blocks_of,
     level=(2.5, 97.5),
     curve=lambda age, lives: 0.5 ** (age / lives[:, None]),
     mean=None,
     fit_of=None,
+    rng_of=lambda rng: rng,
+    draws_of=lambda draws: draws,
+    ends=None,
+    life_of=None,
 ):
-    def rows(scores, rng):
-        return scores[rng.integers(0, len(scores), len(scores))]
-
-    def fn(scores, age, lives, draws, rng):
-        curves = curve(age, lives)
+    def fn(scores, age, lives, draws, block, rng):
+        curves, rng = curve(age, lives), rng_of(rng)
 
         def fit(m):
             size = (curves @ m) / (curves**2).sum(1)
@@ -184,17 +193,26 @@ def lifer(
 
         fit = fit_of(age, lives) if fit_of else fit
         centre = mean or (lambda s: s.mean(0))
-        found = [fit(centre((pick or rows)(scores, rng))) for _ in range(draws)]
-        return fit(centre(scores)), *np.percentile(found, level)
+        found = [fit(centre(pick(scores, block, rng))) for _ in range(draws_of(draws))]
+        life = life_of(found) if life_of else fit(centre(scores))
+        return life, *(ends(found) if ends else np.percentile(found, level))
 
     return fn
 
 
-def cells(scores, rng):
+def by_deviation(found):
+    return np.mean(found) - 1.96 * np.std(found), np.mean(found) + 1.96 * np.std(found)
+
+
+def rows(scores, block, rng):
+    return scores[rng.integers(0, len(scores), len(scores))]
+
+
+def cells(scores, block, rng):
     return np.take_along_axis(scores, rng.integers(0, len(scores), scores.shape), 0)
 
 
-def a_shuffle(scores, rng):
+def a_shuffle(scores, block, rng):
     return scores[rng.permutation(len(scores))]
 
 
@@ -260,6 +278,10 @@ def timer(warm_sync=True, begin="due", sync=True, warms=True, late=True):
         return found
 
     return fn
+
+
+def from_the_first(answer, arrivals, clock, warm=10):
+    return solutions.measure(answer, [due - arrivals[0] for due in arrivals], clock, warm)
 
 
 def quantile(place=lambda n, p: math.ceil(p * n / 100) - 1, fewest=lambda n, p: n * (100 - p) < 1000):
@@ -401,6 +423,20 @@ def server(wait_from="oldest", full=True, inclusive=True, busy=True, most_counts
     return fn
 
 
+def by_ticks(arrivals, cost, most, wait):
+    waiting, found, free, now, seen = [], [], 0, 0, 0
+    while len(found) < len(arrivals):
+        while seen < len(arrivals) and arrivals[seen] <= now:
+            waiting.append(arrivals[seen])
+            seen += 1
+        if waiting and now >= free and (len(waiting) >= most or now - waiting[0] >= wait):
+            batch, waiting = waiting[:most], waiting[most:]
+            free = now + cost(len(batch))
+            found += [free - a for a in batch]
+        now += 1
+    return found
+
+
 RIGHT = {
     "market.1": [by_loop, by_where],
     "market.2": [by_one_past, by_mask],
@@ -416,6 +452,8 @@ MUTANTS = {
         named("known at lo", split(known=lambda s, e, lo: e <= lo)),
         named("embargo from hi", split(after=lambda s, e, test, hi, gap: s > hi + gap)),
         named("the last sample's end", split(after=lambda s, e, test, hi, gap: s > e[test][-1] + gap)),
+        named("masks", lambda *a, **k: as_masks(*solutions.leak_free(*a, **k), len(a[0]))),
+        named("swapped", lambda *a, **k: solutions.leak_free(*a, **k)[::-1]),
         named("embargo itself", split(after=lambda s, e, test, hi, gap: s >= e[test].max() + gap)),
         named("hi inside", split(inside=lambda s, lo, hi: (lo <= s) & (s <= hi))),
         no_embargo_is_zero,
@@ -432,12 +470,25 @@ MUTANTS = {
         named("the first time", looker(which=lambda times: times[:1])),
         named("no copy", looker(copy=False)),
         named("coarse", looker(same=lambda a, b: np.isclose(a, b, rtol=1e-2, equal_nan=True))),
+        named("three times the future", looker(future=lambda p, t: 3 * p[t + 1 :])),
+        named("the last 30 rows", looker(rows=lambda t: slice(max(0, t - 29), t + 1))),
+        named("NaN never differ", looker(same=lambda a, b: ~(np.abs(a - b) > 1e-9 + 1e-6 * np.abs(b)))),
+        named("an absolute 1e-3", looker(same=lambda a, b: np.isclose(a, b, atol=1e-3, equal_nan=True))),
         named("one row too many", looker(rows=lambda t: slice(0, t + 2))),
     ],
     "market.3": [
         named("single cells", lifer(pick=cells)),
         named("drawn without replacement", lifer(pick=a_shuffle)),
         named("quartiles", lifer(level=(25, 75))),
+        named("a 90 percent interval", lifer(level=(5, 95))),
+        named("a 98 percent interval", lifer(level=(1, 99))),
+        named("1.96 standard deviations", lifer(ends=by_deviation)),
+        named("single rows", lifer(pick=rows)),
+        named("as many blocks as models", lifer(pick=lambda s, b, g: blocks_of(s, b, g, b if b > 1 else 2))),
+        named("half of the blocks", lifer(pick=lambda s, b, rng: blocks_of(s, b, rng, 0.5))),
+        named("a generator of its own", lifer(rng_of=lambda rng: np.random.default_rng(0))),
+        named("200 draws", lifer(draws_of=lambda draws: 200)),
+        named("the median of the draws", lifer(life_of=np.median)),
         named("natural", lifer(curve=lambda age, lives: np.exp(-age / lives[:, None]))),
         named("the median", lifer(mean=lambda s: np.median(s, 0))),
         named("logarithms", lifer(fit_of=by_logs)),
@@ -450,6 +501,7 @@ MUTANTS = {
         (named("warm up not awaited", timer(warm_sync=False)), p),
         (named("the warm up counts", timer(begin="before")), p),
         (named("a schedule that moves", timer(late=False)), p),
+        (named("the first is due at once", from_the_first), p),
         (m, interpolated),
         (m, named("one further", quantile(place=lambda n, p: int(p * n / 100)))),
         (m, named("any number", quantile(fewest=lambda n, p: n < 2))),
@@ -478,6 +530,8 @@ MUTANTS = {
         named("any size", server(most_counts=False)),
         named("at that moment too late", server(inclusive=False)),
         named("many servers", server(busy=False)),
+        named("whole µs", lambda a, c, most, wait: solutions.serve([int(x) for x in a], c, most, wait)),
+        named("from one µs to the next", by_ticks),
         named("one cost each", server(each=True)),
         named("no wait", lambda a, c, most, wait: solutions.serve(a, c, most, 0)),
         named("one request too few", lambda a, c, most, wait: solutions.serve(a, c, max(1, most - 1), wait)),

@@ -56,6 +56,13 @@ def test_a_server_by_the_clock_batches_as_the_simulation_does():
     assert (found > np.array(want) - 1).all()  # a busy machine makes them longer
 
 
+def test_pauses_and_what_is_said_of_a_queue():
+    answers = market.with_pauses(lambda: 7, every=2, ms=20)
+    start = time.perf_counter()
+    assert [answers(), answers()] == [7, 7] and time.perf_counter() - start >= 0.02
+    assert market.queue_said(90.0, 100) == "" and "a queue" in market.queue_said(110.0, 100)
+
+
 def test_c_code_is_compiled_where_there_is_a_compiler():
     fn = market.compiled_c("float half(int x) { return x / 2.0f; }", "half")
     assert fn is None or fn(5) == 2.5
@@ -63,6 +70,7 @@ def test_c_code_is_compiled_where_there_is_a_compiler():
 
 
 def test_stacked_and_the_error_beside_float64():
+    torch.manual_seed(0)  # a net this small may be zero everywhere
     net = models.mlp([5, 5, 5, 1]).requires_grad_(False)
     weights, biases, head = market.stacked(net)
     assert weights.shape == (2, 5, 5) and biases.shape == (2, 5) and torch.equal(head, net[-1].weight[0])
@@ -90,7 +98,7 @@ def test_figures_can_be_drawn():
         figures.draw_forecasts({"a": ([1, 2, 3], [1, 3, 2]), "b": ([1, 2, 3], [3, 1, 2])}),
         figures.draw_overlap(50),
         figures.draw_scores({"shuffled": [0.6, 0.7], "one": [0.1]}),
-        figures.draw_decay(scores, np.arange(1, 7) * 100.0, 300, 200, 400),
+        figures.draw_decay(scores, np.arange(1, 7) * 100.0, 300, 200, 400, 3),
         figures.draw_tails({"closed": [1, 2, 3], "open": [1, 20, 300]}),
         figures.draw_bars(
             {"small": {"one launch": [1.0, 2.0], "operators": [9.0, 8.0]}, "large": {"operators": [9.0]}}
