@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import re
@@ -153,28 +154,43 @@ def merge(out_a, lse_a, out_b, lse_b):
 
 
 class Wire:
-    """`torch.distributed` on GPUs for a function that sends round a ring.
+    """`torch.distributed` on GPUs for a function that sends round a ring; messages overlap with computation.
 
-    NCCL wants a send and a receive that belong together in one call: a send leaves with the next receive.
+    NCCL wants a send and its receive in one call. So `isend` also starts to receive a tensor of that shape,
+    and `recv` waits for it. Raises RuntimeError where a receive comes before its send.
     """
 
     get_rank, get_world_size = staticmethod(dist.get_rank), staticmethod(dist.get_world_size)
 
     def __init__(self):
-        self.sends = []
+        self.started = []  # (works, what leaves, what arrives), in the order of the sends
 
     def isend(self, tensor, dst):
-        self.sends.append((tensor.contiguous(), dst))
+        src = (2 * dist.get_rank() - dst) % dist.get_world_size()  # the ring goes on in the same direction
+        tensor = tensor.contiguous()
+        arrives = torch.empty_like(tensor)
+        both = [dist.P2POp(dist.isend, tensor, dst), dist.P2POp(dist.irecv, arrives, src)]
+        self.started.append((dist.batch_isend_irecv(both), tensor, arrives))
         return self
 
     def recv(self, tensor, src):
-        sent, dst = self.sends.pop(0)
-        both = [dist.P2POp(dist.isend, sent, dst), dist.P2POp(dist.irecv, tensor, src)]
-        for work in dist.batch_isend_irecv(both):
+        if not self.started:
+            raise RuntimeError("recv before isend: start the send of this round first")
+        works, _, arrived = self.started.pop(0)
+        for work in works:
             work.wait()
+        tensor.copy_(arrived)
 
     def wait(self):
         "The send has left when the receive is there."
+
+
+@functools.cache
+def two_gpus():
+    "Two ranks with a GPU each, for several cells; after `stop` the next call of `run` starts them again."
+    from course_lib import ranks
+
+    return ranks.Group(2, device="cuda", timeout=300)
 
 
 class Enter(torch.autograd.Function):
