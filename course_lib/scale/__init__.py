@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from course_lib import ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -48,11 +50,9 @@ def torchrun(n, fn, *args, restarts=0, timeout=240.0):
     It returns a Run. Raises RuntimeError, with the last lines, where torchrun gives up or `timeout` seconds
     pass. No process is left, also where the notebook is killed (Linux).
     """
-    from course_lib.ranks import _pack  # functions of a notebook, with their cells' lines
-
     with tempfile.TemporaryDirectory(prefix="course-torchrun-") as folder:
         path = Path(folder, "function")
-        path.write_bytes(_pack((fn, args)))
+        path.write_bytes(ranks._pack((fn, args)))  # with their cells' lines
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(n), "--max-restarts", str(restarts), "--monitor-interval", "0.05"]
         env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -95,8 +95,7 @@ def _end(process):
 
 def _last(text, n=15):
     "The last lines that are not torchrun's own log."
-    mine = [line for line in text.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)]
-    return mine[-n:]
+    return [line for line in text.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)][-n:]
 
 
 class Model(NamedTuple):
@@ -154,10 +153,9 @@ def merge(out_a, lse_a, out_b, lse_b):
 
 
 class Wire:
-    """`torch.distributed` on GPUs for a function that sends round a ring; messages overlap with computation.
+    """Sends round a ring by NCCL, which wants a send and its receive in one call: `isend` starts both.
 
-    NCCL wants a send and its receive in one call. So `isend` also starts to receive a tensor of that shape,
-    and `recv` waits for it. Raises RuntimeError where a receive comes before its send.
+    `recv` waits for what arrives. Raises RuntimeError where it comes before `isend`.
     """
 
     get_rank, get_world_size = staticmethod(dist.get_rank), staticmethod(dist.get_world_size)
@@ -166,9 +164,8 @@ class Wire:
         self.started = []  # (works, what leaves, what arrives), in the order of the sends
 
     def isend(self, tensor, dst):
-        src = (2 * dist.get_rank() - dst) % dist.get_world_size()  # the ring goes on in the same direction
-        tensor = tensor.contiguous()
-        arrives = torch.empty_like(tensor)
+        tensor, arrives = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        src = (2 * dist.get_rank() - dst) % dist.get_world_size()
         both = [dist.P2POp(dist.isend, tensor, dst), dist.P2POp(dist.irecv, arrives, src)]
         self.started.append((dist.batch_isend_irecv(both), tensor, arrives))
         return self
@@ -188,8 +185,6 @@ class Wire:
 @functools.cache
 def two_gpus():
     "Two ranks with a GPU each, for several cells; after `stop` the next call of `run` starts them again."
-    from course_lib import ranks
-
     return ranks.Group(2, device="cuda", timeout=300)
 
 
