@@ -194,6 +194,8 @@ def plan(answer):
 
         sizes, found = [k for k in range(1, gpus + 1) if gpus % k == 0], []
         for d, t, p, c in itertools.product(sizes, repeat=4):
+            if d * t * p * c != gpus:
+                continue
             for m, stage, v in itertools.product(range(1, 13), stages, range(1, 7)):
                 layout = scale.Layout(d, t, p, c, m, stage, v)
                 if not _broken(layout, model, machine, stages):
