@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import re
@@ -15,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from course_lib import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,11 +50,9 @@ def torchrun(n, fn, *args, restarts=0, timeout=240.0):
     It returns a Run. Raises RuntimeError, with the last lines, where torchrun gives up or `timeout` seconds
     pass. No process is left, also where the notebook is killed (Linux).
     """
-    from course_lib.ranks import _pack  # functions of a notebook, with their cells' lines
-
     with tempfile.TemporaryDirectory(prefix="course-torchrun-") as folder:
         path = Path(folder, "function")
-        path.write_bytes(_pack((fn, args)))
+        path.write_bytes(ranks._pack((fn, args)))  # with their cells' lines
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(n), "--max-restarts", str(restarts), "--monitor-interval", "0.05"]
         env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -94,8 +95,7 @@ def _end(process):
 
 def _last(text, n=15):
     "The last lines that are not torchrun's own log."
-    mine = [line for line in text.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)]
-    return mine[-n:]
+    return [line for line in text.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)][-n:]
 
 
 class Model(NamedTuple):
@@ -153,28 +153,39 @@ def merge(out_a, lse_a, out_b, lse_b):
 
 
 class Wire:
-    """`torch.distributed` on GPUs for a function that sends round a ring.
+    """Sends round a ring by NCCL, which wants a send and its receive in one call: `isend` starts both.
 
-    NCCL wants a send and a receive that belong together in one call: a send leaves with the next receive.
+    `recv` waits for what arrives. Raises RuntimeError where it comes before `isend`.
     """
 
     get_rank, get_world_size = staticmethod(dist.get_rank), staticmethod(dist.get_world_size)
 
     def __init__(self):
-        self.sends = []
+        self.started = []  # (works, what leaves, what arrives), in the order of the sends
 
     def isend(self, tensor, dst):
-        self.sends.append((tensor.contiguous(), dst))
+        tensor, arrives = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        src = (2 * dist.get_rank() - dst) % dist.get_world_size()
+        both = [dist.P2POp(dist.isend, tensor, dst), dist.P2POp(dist.irecv, arrives, src)]
+        self.started.append((dist.batch_isend_irecv(both), tensor, arrives))
         return self
 
     def recv(self, tensor, src):
-        sent, dst = self.sends.pop(0)
-        both = [dist.P2POp(dist.isend, sent, dst), dist.P2POp(dist.irecv, tensor, src)]
-        for work in dist.batch_isend_irecv(both):
+        if not self.started:
+            raise RuntimeError("recv before isend: start the send of this round first")
+        works, _, arrived = self.started.pop(0)
+        for work in works:
             work.wait()
+        tensor.copy_(arrived)
 
     def wait(self):
         "The send has left when the receive is there."
+
+
+@functools.cache
+def two_gpus():
+    "Two ranks with a GPU each, for several cells; after `stop` the next call of `run` starts them again."
+    return ranks.Group(2, device="cuda", timeout=300)
 
 
 class Enter(torch.autograd.Function):

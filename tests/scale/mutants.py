@@ -96,6 +96,43 @@ def collects_all_first(q, k, v, places, attend, dist):
     return out, lse
 
 
+def keeps_all_keys(q, k, v, places, attend, dist):
+    held = []
+
+    def attend_and_keep(q, k, v, at, at_k):
+        held.append((k, v))
+        return attend(q, k, v, at, at_k)
+
+    return solutions.ring_attention(q, k, v, places, attend_and_keep, dist)
+
+
+def skips_later_parts(q, k, v, places, attend, dist):
+    def attend_or_not(q, k, v, at, at_k):
+        if at_k.min() > at.max():
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
+        return attend(q, k, v, at, at_k)
+
+    return solutions.ring_attention(q, k, v, places, attend_or_not, dist)
+
+
+def odd_ranks_receive_first(q, k, v, places, attend, dist):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out, lse = attend(q, k, v, places(rank), places(rank))
+    for i in range(1, size):
+        new = []
+        for t in (k, v):
+            new.append(torch.empty_like(t))
+            if rank % 2:
+                dist.recv(new[-1], (rank - 1) % size)
+            handle = dist.isend(t, (rank + 1) % size)
+            if not rank % 2:
+                dist.recv(new[-1], (rank - 1) % size)
+            handle.wait()
+        k, v = new
+        out, lse = merge(out, lse, *attend(q, k, v, places(rank), places((rank - i) % size)))
+    return out, lse
+
+
 def to_everybody(q, k, v, places, attend, dist):
     rank, size = dist.get_rank(), dist.get_world_size()
     out, lse = attend(q, k, v, places(rank), places(rank))
@@ -228,6 +265,11 @@ def _plans(change):
 
 def ignores_memory(plan, model, machine, cost, stages):
     return plan(model, machine._replace(memory=math.inf), cost, stages)
+
+
+def not_quite_full(plan, model, machine, cost, stages):
+    found = plan(model, machine, cost, stages)
+    return [pair for pair in found if sum(cost(model, pair[1], machine)[0].values()) < machine.memory]
 
 
 def slowest_first(plan, model, machine, cost, stages):
@@ -395,6 +437,21 @@ def parameters_back(run, state):
     solutions.restore(run, {**state, "model": model})
 
 
+def in_a_global(run):
+    in_a_global.opt = copy.deepcopy(run.opt.state_dict())
+    return solutions.capture(run) | {"opt": None}
+
+
+def from_a_global(run, state):
+    solutions.restore(run, state | {"opt": in_a_global.opt})
+
+
+def pops(run, state):
+    kept = dict(state)
+    state.pop("model")
+    solutions.restore(run, kept)
+
+
 def draws_a_number(run):
     state = solutions.capture(run)
     torch.rand(1)
@@ -411,14 +468,17 @@ RIGHT = {
 
 MUTANTS = {
     "scale.1": [_ring(lambda rank, i, size: (rank + i) % size), _ring(join=_adds), _ring(join=_means),
-                _ring(rounds=-1), _ring(after=True), collects_all_first, to_everybody],
+                _ring(rounds=-1), _ring(after=True), collects_all_first, to_everybody,
+                keeps_all_keys, skips_later_parts, odd_ranks_receive_first],
     "scale.2": [*map(_changed, (all_microbatches_kept, shards_by_data_alone, chunks_forgotten, gathers_once,
                                 always_near, ring_without_home, two_all_reduces))],
-    "scale.3": [*map(_plans, (ignores_memory, slowest_first, all_stages, no_context, one_chunk, any_tensor))],
+    "scale.3": [*map(_plans, (ignores_memory, not_quite_full, slowest_first, all_stages, no_context,
+                              one_chunk, any_tensor))],
     "scale.4": [*((_clock(**{wrong: True}), daly) for wrong in
                   ("final_save", "lose_all", "gap_in_restart", "no_restart", "keeps_partial")),
                 (by_list, young), (by_list, young_less_save)],
     "scale.5": [*map(_without, ("opt", "scaler", "loader", "torch", "random")), (no_copy, solutions.restore),
                 (solutions.capture, shares_the_tensors), (solutions.capture, shares_the_lists),
-                (parameters_only, parameters_back), (draws_a_number, solutions.restore)],
+                (parameters_only, parameters_back), (draws_a_number, solutions.restore),
+                (in_a_global, from_a_global), (solutions.capture, pops)],
 }  # fmt: skip
