@@ -18,6 +18,7 @@ def compute(rate=0.1, steps=5, shape="bowl"):
 @pytest.fixture
 def drawn(monkeypatch):
     "The data of each redraw, and what was displayed."
+    plt.close("all")  # what other files of tests left open
     seen = {"data": [], "shown": []}
     monkeypatch.setattr("IPython.display.display", seen["shown"].append)
 
