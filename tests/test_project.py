@@ -93,5 +93,6 @@ def test_an_old_python_stops_before_pip(tmp_path):
 
 def test_make_test_runs_what_ci_runs():
     text = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True).stdout
-    for part in ("ruff check", "ruff format --check", "build --check", '-m "not gpu and not soak"', "--nbval-lax"):
+    parts = ("ruff check", "ruff format --check", "build --check", '-m "not gpu and not soak"', "--nbval-lax")
+    for part in parts:
         assert part in text
