@@ -248,6 +248,8 @@ def main():
     if dist.is_initialized():
         dist.barrier()  # no rank ends while another still computes
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # Gloo's threads can abort a process while Python ends
 
 
 if __name__ == "__main__":
