@@ -1,5 +1,6 @@
 "Fixtures that several test modules use, and the rule for tests that need a GPU."
 
+import importlib.util
 import shutil
 
 import pytest
@@ -38,3 +39,13 @@ def course_root(built, tmp_path, monkeypatch):
     shutil.copytree(built, root)
     small_course.use(root, monkeypatch)
     return root
+
+
+@pytest.fixture(scope="module")
+def answers(request):
+    "mutants.py beside the test's file: REFERENCE, RIGHT, MUTANTS and what makes them."
+    path = request.path.with_name("mutants.py")
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_answers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

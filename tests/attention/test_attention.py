@@ -1,7 +1,5 @@
 "Lesson attention beside its checks: contraction, blocks, molecules, fallbacks, figures, the course's kernel."
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -9,18 +7,8 @@ from course_lib import attention as lesson
 from course_lib import checking as core
 from course_lib import show
 from course_lib.attention import check, figures
-from course_lib.authoring import notebook
 
 pytest.importorskip("triton")
-
-
-@pytest.fixture(scope="module")
-def answers():
-    path = notebook.ROOT / "tests" / "attention" / "mutants.py"
-    spec = importlib.util.spec_from_file_location("attention_answers", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def said(judge, *answer):

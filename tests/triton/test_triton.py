@@ -1,26 +1,14 @@
 "Lesson triton beside its checks: sentences for odd answers, its counting and its figures."
 
-import importlib.util
-
 import pytest
 import torch
 
 from course_lib import checking as core
 from course_lib import kernels, show
 from course_lib import triton as lesson
-from course_lib.authoring import notebook
 from course_lib.triton import check, figures
 
 pytest.importorskip("triton")
-
-
-@pytest.fixture(scope="module")
-def answers():
-    path = notebook.ROOT / "tests" / "triton" / "mutants.py"
-    spec = importlib.util.spec_from_file_location("triton_answers", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def said(judge, *answer):
