@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from course_lib import show
 
-WORDS = {"keep": "everything kept", "again": "each block again"} | {
+WORDS = {"keep": "no checkpoint", "again": "each block again"} | {
     f"yours_{n}": f"your policy, {n} %" for n in (12, 50, 100)
 }
 
@@ -69,9 +69,9 @@ def explore(blocks=64, kept=4):
 
 
 def unbeaten(points):
-    """The keys of {key: (bytes, low, high)}, by bytes, that no way with as many bytes or fewer surely beats.
+    """The keys of {key: (bytes, low, median, high)}, by bytes, that no way with no more bytes surely beats.
 
-    `low` and `high` are the ends of the middle 60 % of the seconds; ranges that overlap decide nothing.
+    `low` and `high` are the ends of the seconds that were measured; ranges that overlap decide nothing.
     """
-    return [key for key, (size, low, _) in sorted(points.items(), key=lambda p: p[1])
-            if not any(s <= size and h < low for s, _, h in points.values())]  # fmt: skip
+    return [key for key, (size, low, *_) in sorted(points.items(), key=lambda p: p[1])
+            if not any(s <= size and h < low for s, _, _, h in points.values())]  # fmt: skip

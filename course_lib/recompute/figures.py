@@ -52,28 +52,33 @@ def view_segments(peaks):
 
 
 def draw_frontier(points):
-    "Memory against time: {(mode, way): (bytes, low, high)} of seconds. Filled: on the frontier."
+    "Memory against time: {(mode, way): (bytes, low, median, high)} of seconds. Filled: on the frontier."
     fig, ax = axes(figsize=(6.8, 4.4))
     best = unbeaten(points)
     for mode, colour, marker in (("eager", COLOURS[1], "s"), ("compiled", COLOURS[0], "o")):
         mine = {way: p for (m, way), p in points.items() if m == mode}
-        for way, (size, low, high) in mine.items():
-            filled, middle = colour if (mode, way) in best else "white", 500 * (low + high)
+        for way, (size, low, median, high) in mine.items():
+            filled = colour if (mode, way) in best else "white"
             ax.plot([size / 1e9] * 2, [1e3 * low, 1e3 * high], color=colour, linewidth=1)
-            ax.plot(size / 1e9, middle, marker, color=colour, markerfacecolor=filled, markersize=7)
-            below, aside = mode == "compiled", {"again": -38, "yours_12": 38}.get(way, 0)
-            ax.annotate(WORDS[way].removeprefix("your "), (size / 1e9, 1e3 * (low if below else high)),
-                        xytext=(aside, -13 if below else 6), textcoords="offset points", fontsize=8,
-                        color=colour, ha="center")  # fmt: skip
+            ax.plot(size / 1e9, 1e3 * median, marker, color=colour, markerfacecolor=filled, markersize=6)
+            above = mode == "eager"  # the label of a compiled way is beside it
+            side = {"again": "right", "yours_12": "left"}.get(way, "center" if above else "left")
+            word = WORDS[way].removeprefix("your ").replace("block again", "block\nagain")
+            ax.annotate(word, (size / 1e9, 1e3 * (high if above else median)), textcoords="offset points",
+                        xytext=(0, 6) if above else (-7 if side == "right" else 7, -3),
+                        fontsize=8, color=colour, ha=side)  # fmt: skip
         if mine:
             ax.plot([], [], marker, color=colour, label=mode)
     ax.set(
         xlabel="peak of memory, GB",
-        ylabel="forward and backward, ms (filled: on the frontier)",
-        xlim=(0, 1.15 * max(size for size, *_ in points.values()) / 1e9),
-        ylim=(0, 1.12e3 * max(high for *_, high in points.values())),
+        ylabel="forward and backward, ms (the axis doesn't begin at 0)",
+        xlim=(0, 1.22 * max(size for size, *_ in points.values()) / 1e9),
+        ylim=(
+            930 * min(low for _, low, *_ in points.values()),
+            1050 * max(high for *_, high in points.values()),
+        ),
     )
-    ax.legend(fontsize=8, loc="lower left")
+    ax.legend(fontsize=8, loc="upper right", title="filled: on the frontier", title_fontsize=8)
     return fig
 
 

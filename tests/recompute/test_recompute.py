@@ -46,14 +46,14 @@ def test_attention_on_a_cpu_has_flops():
 def test_unbeaten_by_brute_force():
     generator = torch.Generator().manual_seed(3)
     for n in (1, 2, 9, 30):
-        rows = torch.rand(n, 3, generator=generator)
+        rows = torch.rand(n, 4, generator=generator)
         rows[:, 1:] = rows[:, 1:].sort().values
         points = {k: tuple(row) for k, row in enumerate(rows.tolist())}
         want = {
-            k for k, p in points.items() if not any(q[0] <= p[0] and q[2] < p[1] for q in points.values())
+            k for k, p in points.items() if not any(q[0] <= p[0] and q[3] < p[1] for q in points.values())
         }
         assert set(recompute.unbeaten(points)) == want
-    assert recompute.unbeaten({"a": (1, 5, 7), "b": (2, 6, 8), "c": (3, 8, 9)}) == ["a", "b"]
+    assert recompute.unbeaten({"a": (1, 5, 6, 7), "b": (2, 6, 7, 8), "c": (3, 8, 8, 9)}) == ["a", "b"]
 
 
 def test_segments():
