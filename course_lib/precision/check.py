@@ -252,8 +252,9 @@ class _Reads(TorchDispatchMode):
 
 def _in_turn(batches, scaler, accumulate, what):
     for i, batch in enumerate(batches):
-        if scaler.step.call_count < i // accumulate:
-            raise core.Wrong(f"{what}: batch {i + 1} was taken too early; take it after the step before it")
+        if (steps := scaler.step.call_count) < (due := i // accumulate):
+            early = f"batch {i + 1} was taken after {steps} calls of scaler.step; expected {due}"
+            raise core.Wrong(f"{what}: {early}, as each batch is taken after the step before it")
         yield batch
 
 
