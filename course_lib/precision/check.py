@@ -223,7 +223,7 @@ def train_mixed(answer):
             _tensor(got, torch.float32, (), f"a loss ({what})")
             core.require(not got.requires_grad, f"{what}: a kept loss holds its graph; detach it")
             if math.isfinite(loss):
-                why = f", after {i} steps{hint}" if i else ", computed under autocast"
+                why = f", after step {i}{hint}" if i else ", computed under autocast"
                 core.close(got, torch.tensor(loss), f"mean loss of step {i + 1} ({what}){why}")
         loose = 1e-5 if low == "float32" else 0.01 * min(max_norm, 1.0)
         for p, w in zip(net.parameters(), want[1], strict=True):
