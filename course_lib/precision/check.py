@@ -218,12 +218,13 @@ def train_mixed(answer):
             core.equal(getattr(scaler, name).call_count, expected, f"calls of scaler.{name} ({what})")
         core.require(isinstance(losses, list), f"{what}: expected a list of losses, got {core.kind(losses)}")
         core.equal(len(losses), steps, f"number of losses ({what})", "losses")
-        for got, loss in zip(losses, want[0], strict=True):
+        hint = "; look at the order unscale, clip, step, and at what is done once for each step"
+        for i, (got, loss) in enumerate(zip(losses, want[0], strict=True)):
             _tensor(got, torch.float32, (), f"a loss ({what})")
             core.require(not got.requires_grad, f"{what}: a kept loss holds its graph; detach it")
             if math.isfinite(loss):
-                core.close(got, torch.tensor(loss), f"mean loss of a step ({what}), computed under autocast")
-        hint = "; look at the order unscale, clip, step, and at what is done once for each step"
+                why = f", after step {i}{hint}" if i else ", computed under autocast"
+                core.close(got, torch.tensor(loss), f"mean loss of step {i + 1} ({what}){why}")
         loose = 1e-5 if low == "float32" else 0.01 * min(max_norm, 1.0)
         for p, w in zip(net.parameters(), want[1], strict=True):
             core.close(p, w, f"weights at the end ({what}){hint}", rtol=1e-5, atol=loose)
@@ -251,8 +252,9 @@ class _Reads(TorchDispatchMode):
 
 def _in_turn(batches, scaler, accumulate, what):
     for i, batch in enumerate(batches):
-        if scaler.step.call_count < i // accumulate:
-            raise core.Wrong(f"{what}: batch {i + 1} was taken too early; take it after the step before it")
+        if (steps := scaler.step.call_count) < (due := i // accumulate):
+            early = f"batch {i + 1} was taken after {steps} calls of scaler.step; expected {due}"
+            raise core.Wrong(f"{what}: {early}, as each batch is taken after the step before it")
         yield batch
 
 

@@ -5,18 +5,29 @@ import math
 from course_lib import precision, show
 
 FIELDS = {"sign": show.COLOURS[6], "exponent": show.COLOURS[1], "fraction": show.COLOURS[0]}
+FORMAT_COLOURS = dict(zip(precision.FORMATS, show.COLOURS, strict=True))
 
 
-def draw_lines(lines, xlabel, ylabel, log="", title="", styles=None):
+def _colours(labels):
+    "{label: colour}: a format has the same colour in every figure, other labels take what is left."
+    fixed = {label: FORMAT_COLOURS[label] for label in labels if label in FORMAT_COLOURS}
+    left = (c for c in (show.COLOURS[1], *show.COLOURS[:1:-1]) if c not in fixed.values())
+    return {label: fixed.get(label) or next(left) for label in labels}
+
+
+def draw_lines(lines, xlabel, ylabel, log="", styles=None, ylim=None):
     "Curves of {label: ys} or {label: (xs, ys)}; `log` names logarithmic axes; `styles` is {label: style}."
     fig, ax = show.axes()
+    colours = _colours(lines)
     for label, ys in lines.items():
         xs, ys = ys if isinstance(ys, tuple) else (range(len(ys)), ys)
         style = (styles or {}).get(label, "-")
-        ax.plot(xs, ys, style, label=label, lw=3 if style == "--" else 1.5)
-    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+        ax.plot(xs, ys, style, color=colours[label], label=label, lw=3 if style == "--" else 1.5)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     for axis in log:
         getattr(ax, f"set_{axis}scale")("log", base=2 if axis == "x" else 10)
+    if ylim:
+        ax.set_ylim(ylim)
     ax.legend()
     return fig
 
@@ -56,17 +67,16 @@ def draw_number_line(values):
     "Left: the positive numbers of {format: values} up to 8. Right: the distance to the next number, by size."
     fig, (left, right) = show.axes(ncols=2, figsize=(9.2, 3.4))
     for row, (name, found) in enumerate(values.items()):
-        left.plot(found, [row] * len(found), "|", ms=16, mew=1.2, label=name)
+        left.plot(found, [row] * len(found), "|", ms=16, mew=1.2, color=FORMAT_COLOURS[name])
     left.set_yticks(range(len(values)), list(values))
     left.set(xlim=(-0.15, 8.15), ylim=(-0.6, len(values) - 0.4), xlabel="number (not negative)")
     left.grid(False)
-    for name in ("fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3", "e2m1"):
-        f = precision.FORMATS[name]
+    for name, f in precision.FORMATS.items():
         top = math.floor(math.log2(f.largest))
         powers = [p for p in range(-30, 31) if math.log2(f.smallest) <= p <= top]
         gaps = [max(2.0**p, f.normal) * 2.0**-f.fraction / 2.0**p for p in powers]
-        style = {"tf32": "--", "fp16": "-"}.get(name, "-")
-        right.plot(powers, gaps, style, label=name, lw=2.5 if name == "tf32" else 1.5)
+        style, lw = ("--", 2.5) if name == "tf32" else ("-", 1.5)
+        right.plot(powers, gaps, style, color=FORMAT_COLOURS[name], label=name, lw=lw)
     right.set_yscale("log")
     right.set(xlabel="size of the number, power of two", ylabel="distance to the next / number")
     right.legend(ncols=2, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 0.12))
@@ -86,7 +96,7 @@ def view_bits(data):
         state = "" if r["state"] == "normal" else f"  ({r['state']})"
         ax.text(end + 0.5, y, f"{r['stored']:.9g}{error}{state}", va="center", fontsize=11)
     for x, field in enumerate(FIELDS):
-        ax.text(5 * x, -1, field, color=FIELDS[field], fontsize=10, va="center")
+        ax.text(7 * x, -1, field, color=FIELDS[field], fontsize=10, va="center")
     ax.set_yticks(range(len(rows)), [r["name"] for r in rows])
     ax.set(xlim=(-1, 60), ylim=(len(rows) - 0.5, -1.5), xticks=[])
     ax.tick_params(left=False)
@@ -117,8 +127,9 @@ def draw_exponents(gradients, names=("fp16", "bf16", "e5m2", "e4m3")):
 def draw_scaling(losses, scales):
     "Losses of runs, {label: losses}, and below them the loss scales of the last of these runs."
     fig, (top, bottom) = show.axes(nrows=2, figsize=(6.4, 4.2), sharex=True)
+    colours = _colours(losses)
     for label, values in losses.items():
-        top.plot(values, label=label)
+        top.plot(values, color=colours[label], label=label)
     bottom.plot(scales, drawstyle="steps-post", color=top.lines[-1].get_color())
     top.legend()
     top.set(ylabel="loss")
@@ -130,11 +141,11 @@ def draw_scaling(losses, scales):
 FLOW = {  # name: (x, y, text, format)
     "master": (0, 2, "master weights", "fp32"),
     "low": (1, 2, "weights, rounded", "16 bits"),
-    "matmul": (2, 2, "matmul\nsums in fp32", "16 bits"),
+    "matmul": (2, 2, "matmul\nadds in fp32", "gives 16 bits"),
     "loss": (3, 2, "norms, softmax,\nloss", "fp32"),
     "scaled": (3, 1, "loss × scale", "fp32"),
-    "backward": (2, 1, "backward\nsums in fp32", "16 bits"),
-    "grads": (1, 1, "gradients\n÷ scale, clip", "fp32"),
+    "backward": (2, 1, "backward\nadds in fp32", "gives 16 bits"),
+    "grads": (1, 1, "gradients\n÷ scale, clipped", "fp32"),
     "step": (0, 1, "optimizer", "fp32"),
 }
 
@@ -142,7 +153,7 @@ FLOW = {  # name: (x, y, text, format)
 def draw_flow():
     "One training step in mixed precision: what is kept in which format, and where it is cast."
     fig, ax = show.axes(figsize=(9.2, 3.2))
-    colours = {"fp32": show.COLOURS[0], "16 bits": show.COLOURS[1]}
+    colours = {"fp32": show.COLOURS[0], "16 bits": show.COLOURS[1], "gives 16 bits": show.COLOURS[1]}
     for x, y, words, kind in FLOW.values():
         box = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": colours[kind], "linewidth": 2}
         ax.text(2.4 * x, 1.5 * y, f"{words}\n({kind})", ha="center", va="center", bbox=box, fontsize=10)
@@ -166,14 +177,14 @@ def draw_contest(runs, width=20):
     `width` is the number of steps that the curve of the training loss is averaged over.
     """
     fig, (left, right) = show.axes(ncols=2, figsize=(9.2, 3.6))
-    for i, (arm, found) in enumerate(runs.items()):
+    for arm, found in runs.items():
         losses, _, seconds = found[0]
         smooth = [sum(losses[j : j + width]) / width for j in range(len(losses) - width + 1)]
         at = [seconds * (j + width) / len(losses) for j in range(len(smooth))]
-        left.plot(at, smooth, color=show.COLOURS[i], label=arm)
+        left.plot(at, smooth, color=FORMAT_COLOURS[arm], label=arm)
         if arm != "fp32":
             apart = [own[1] - base[1] for own, base in zip(found, runs["fp32"], strict=True)]
-            right.plot(apart, [arm] * len(apart), "o", color=show.COLOURS[i], alpha=0.7)
+            right.plot(apart, [arm] * len(apart), "o", color=FORMAT_COLOURS[arm], alpha=0.7)
     left.set(xlabel="seconds of training (first seed)", ylabel=f"training loss (mean of {width} steps)")
     left.legend()
     right.axvline(0, color=show.COLOURS[6], lw=1)
@@ -187,14 +198,19 @@ def draw_contest(runs, width=20):
 
 
 def draw_fp8(parts):
-    "Milliseconds of a product by width: {width: {part: ms}}."
+    "Times by width, {width: {part: ms}}: the bf16 matmul, then the fp8 one, alone and with each cast."
     fig, ax = show.axes(figsize=(7.2, 3.4))
-    names, n = list(next(iter(parts.values()))), len(parts)
-    for i, name in enumerate(names):
-        at = [row + 0.8 * (i - (len(names) - 1) / 2) / len(names) for row in range(n)]
-        ax.bar(at, [ms[name] / ms[names[0]] for ms in parts.values()], 0.8 / len(names), label=name)
+    n = len(parts)
+    bf16, fp8, *casts = next(iter(parts.values()))
+    bars = [bf16], [fp8], *([fp8, cast] for cast in casts)
+    for i, names in enumerate(bars):
+        at = [row + 0.8 * (i - (len(bars) - 1) / 2) / len(bars) for row in range(n)]
+        times = [sum(ms[name] for name in names) / ms[bf16] for ms in parts.values()]
+        drawn = ax.bar(at, times, 0.8 / len(bars), label=" + ".join(names))
+        ax.bar_label(drawn, fmt="%.2g", fontsize=9)
     ax.axhline(1, color=show.COLOURS[6], lw=1)
     ax.set_xticks(range(n), [f"{w:,}" for w in parts])
-    ax.set(xlabel="width of the layer", ylabel=f"time / time of {names[0]}")
+    ax.margins(y=0.1)
+    ax.set(xlabel="width of the layer", ylabel=f"time / time of {bf16}")
     ax.legend()
     return fig

@@ -122,8 +122,8 @@ def test_figures_take_the_lessons_data():
     runs = {arm: [([2.0] * 30, 1.5 + s, 3.0) for s in (0, 0.1)] for arm in ("fp32", "bf16")}
     made = [
         figures.draw_contest(runs),
-        figures.draw_scaling({"a": [1, 2], "b": [2, 1]}, [4, 8]),
-        figures.draw_fp8({w: {"bf16": 2.0, "fp8": 1.0} for w in (16, 32)}),
+        figures.draw_scaling({"fp16": [1, 2], "b": [2, 1]}, [4, 8]),
+        figures.draw_fp8({w: {"bf16": 2.0, "fp8": 1.0, "casts": 0.5} for w in (16, 32)}),
         figures.view_bits(precision.explore(solutions.encode, solutions.decode, math.pi, -3)),
     ]
     assert all(fig.axes for fig in made)
