@@ -152,7 +152,7 @@ def _range(answer, case, fresh):
     starts = []
     # As a DataLoader, without an index. Its passes are counted.
     loader = type("Loader", (), {"__iter__": lambda self: starts.append(1) or iter(batches)})()
-    what = f"a test in train mode, {steps} steps from {low:.3g} to {high:.3g}"
+    what = f"a test in train mode, {steps} steps with {len(batches)} batches, rates {low:.3g} to {high:.3g}"
     got = core.call(answer, model, opt, loss_fn, loader, low, high, steps, mutates=range(7))
     lr, *series = core.parts(got, "lr lrs losses", what)
     for name, got, right in zip(("rates", "losses"), series, want, strict=False):
@@ -166,7 +166,7 @@ def _range(answer, case, fresh):
     need = -(-len(want[0]) // len(batches))
     core.require(
         len(starts) >= need,
-        f"{what}: {len(batches)} batches, started {len(starts)} times for {len(want[0])} steps; "
+        f"{what}: the batches were started {len(starts)} times for {len(want[0])} steps; "
         "begin `for` or `iter` again at its end (`itertools.cycle` keeps the first pass in memory)",
     )
     core.close(lr, want[2], f"{what}: a tenth of the rate with the lowest smoothed loss", rtol=1e-4)
