@@ -71,10 +71,10 @@ def draw_range(tests, chance):
     return fig
 
 
-def _sharpness(ax, rows):
+def _sharpness(ax, rows, **style):
     steps, sharpness, rates = zip(*rows, strict=True)
-    ax.plot(steps, sharpness, "o-", ms=3, label="sharpness λ, measured")
-    ax.plot(steps, [2 / lr if lr else math.nan for lr in rates], "--", label="2 / lr")
+    ax.plot(steps, sharpness, "o-", **{"ms": 3, **style}, label="sharpness λ, measured")
+    ax.plot(steps, [2 / lr if lr else math.nan for lr in rates], "--", color=show.COLOURS[1], label="2 / lr")
     # 2 / lr goes to infinity where the rate comes down to 0.
     ax.set(yscale="log", xlabel="step", ylim=(3, 3 * max(sharpness)))
 
@@ -83,9 +83,10 @@ def draw_sharpness(arms):
     "Sharpness and 2 / lr by step, a panel an arm, a line a run: {title: [[(step, sharpness, lr), …], …]}."
     fig, axes = show.axes(1, len(arms), figsize=(9.6, 3.6), sharey=True)
     for ax, (title, runs) in zip(axes, arms.items(), strict=True):
+        style = {"ms": 2, "lw": 1, "color": show.COLOURS[0], "alpha": 0.6}
         for rows in runs[1:]:
-            ax.plot(*list(zip(*rows, strict=True))[:2], "o-", ms=2, lw=0.9, color=show.COLOURS[0], alpha=0.5)
-        _sharpness(ax, runs[0])
+            ax.plot(*list(zip(*rows, strict=True))[:2], "o-", **style)
+        _sharpness(ax, runs[0], **style)
         ax.set(title=title, ylim=(3, 3 * max(value for rows in runs for _, value, _ in rows)))
     axes[0].set_ylabel("λ, and 2 / lr (log scale)")
     axes[0].legend(fontsize=8, loc="lower left")
