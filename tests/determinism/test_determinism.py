@@ -55,7 +55,9 @@ def test_a_question_stands_above_each_prediction():
     cells = notebook.load(notebook.NBS / "04_determinism.ipynb")["cells"]
     for above, cell in itertools.pairwise(cells):
         if "predict" in cell["metadata"].get("tags", ()):
-            assert above["cell_type"] == "markdown" and above["source"].strip().endswith("?"), cell["id"]
+            assert above["cell_type"] == "markdown" and "".join(above["source"]).strip().endswith("?"), cell[
+                "id"
+            ]
 
 
 def test_an_image_switches_on_one_feature_of_each_patch():
