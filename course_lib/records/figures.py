@@ -57,7 +57,7 @@ def draw_difference(one, other):
         [i for i in off if off[i]], [d for d in off.values() if d], ".", color=WRONG, label="different"
     )
     ax.set(xlabel="step", ylabel="difference of the losses", title="the same run on a GPU and on a CPU")
-    ax.legend(loc="upper left")
+    fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 

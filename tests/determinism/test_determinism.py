@@ -1,10 +1,13 @@
 "Lesson determinism's library: addends, operators, bitwise comparison, sparse digits, figures."
 
+import itertools
+
 import matplotlib
 import pytest
 import torch
 
 from course_lib import data, determinism, recorded
+from course_lib.authoring import notebook
 from course_lib.determinism import figures, solutions
 
 matplotlib.use("Agg")
@@ -46,6 +49,15 @@ def test_said_and_middle():
     assert determinism.said(7, 8) == "8 (you said 7)"
     assert determinism.said("mm", "aten.mm") == "aten.mm (you said mm)"
     assert determinism.middle([3.0, 1.0, 2.5]) == (2.5, 1.0, 3.0)
+
+
+def test_a_question_stands_above_each_prediction():
+    cells = notebook.load(notebook.NBS / "04_determinism.ipynb")["cells"]
+    for above, cell in itertools.pairwise(cells):
+        if "predict" in cell["metadata"].get("tags", ()):
+            assert above["cell_type"] == "markdown" and "".join(above["source"]).strip().endswith("?"), cell[
+                "id"
+            ]
 
 
 def test_an_image_switches_on_one_feature_of_each_patch():
