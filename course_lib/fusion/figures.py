@@ -47,6 +47,7 @@ def explore_chain(ops=10, elements=2**24, flops=1, where=H200):
     return {
         "ops": ops,
         "flops": flops,
+        "size": f"{elements:,} elements, {where}",
         "lengths": lengths,
         "eager": [n * seconds(1)[0] for n in lengths],
         "fused": [seconds(n)[0] for n in lengths],
@@ -66,17 +67,17 @@ def view_chain(data):
     title = f"{data['ops']} operators of {data['flops']} FLOP: fused {1e6 * data['fused'][at]:,.3g} µs, "
     ax.set_title(f"{title}{ratio:.3g}× faster; the limit is {data['bound']}", fontsize=10)
     _plain(ax, data["lengths"][0], data["lengths"][-1])
-    ax.set(xlabel="operators in the chain", ylabel="µs")
+    ax.set(xlabel=f"operators in the chain ({data['size']})", ylabel="µs")
     ax.legend(loc="upper left")
     return fig
 
 
-def _plain(ax, low, high, every=1):
+def _plain(ax, low, high):
     "Powers of two on the horizontal axis, plain numbers on the vertical one."
     from matplotlib import ticker
 
     ax.set_xscale("log", base=2)
-    ticks = [2**i for i in range(0, 40, every) if low <= 2**i <= high]
+    ticks = [2**i for i in range(40) if low <= 2**i <= high]
     ax.set_xticks(ticks, [f"{t:,}" for t in ticks])
     ax.minorticks_off()
     ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=8))
@@ -123,7 +124,7 @@ def draw_attention(found):
         panels[0].loglog(lengths, [b / 1e6 for b in sizes], "o-", label=label)
         panels[1].loglog(lengths, [1e3 * s for s in seconds], "o-", label=label)
     for ax, name in zip(panels, ("MB at the peak", "ms, forward and backward"), strict=True):
-        _plain(ax, lengths[0], lengths[-1], every=2 if len(lengths) > 4 else 1)
+        _plain(ax, lengths[0], lengths[-1])
         ax.set(xlabel="positions", ylabel=name)
     handles, labels = panels[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside upper center", ncols=len(labels))

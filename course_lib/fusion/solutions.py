@@ -101,9 +101,8 @@ def counting(graphs):
     "A backend that prints each graph, appends a Counter of its operators to `graphs`, and runs it."
     def backend(gm, example_inputs):
         print(gm.code)
-        functions = [n.target.__name__ for n in gm.graph.nodes if n.op == "call_function"]
-        methods = [n.target for n in gm.graph.nodes if n.op == "call_method"]
-        graphs.append(Counter(functions + methods))
+        calls = [n.target for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+        graphs.append(Counter(getattr(target, "__name__", target) for target in calls))
         return gm.forward
 
     return backend
