@@ -84,12 +84,8 @@ class Documents(Dataset):
         self.starts = np.fromfile(path, "<i8", count=n + 1, offset=16)
         total = int(self.starts[-1])
         if size != head + 2 * total:
-            raise ValueError(
-                f"{path} is damaged: its header asks for {head + 2 * total} bytes and it has {size}"
-            )
-        self.tokens = (
-            np.memmap(path, "<u2", mode="r", offset=head, shape=(total,)) if total else np.empty(0, "<u2")
-        )
+            raise ValueError(f"{path} is damaged: its header asks for {head + 2 * total} bytes and it has {size}")
+        self.tokens = np.memmap(path, "<u2", mode="r", offset=head, shape=(total,)) if total else np.empty(0, "<u2")
 
     def __len__(self):
         return len(self.starts) - 1
