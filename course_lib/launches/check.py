@@ -40,7 +40,7 @@ def _trace(works):
     "Random events in whole µs, in any order; some have names or kinds that mislead."
     kinds = [(random.choice(["cuda_runtime", "cuda_driver"]), random.choice(HANDS + IDLE)) for _ in range(9)]
     kinds += [(random.choice(WORK), random.choice(["LaunchBounds<4>", "gemm"])) for _ in range(works)]
-    kinds += [("cpu_op", "aten::Launch"), ("user_annotation", "Memset")]
+    kinds += [("cpu_op", "aten::Launch"), ("user_annotation", "Memset"), ("gpu_user_annotation", "step")]
     found = [{"ph": "X", "cat": cat, "name": name, "ts": random.randrange(500, 700)} for cat, name in kinds]
     found = [e | {"tid": random.randrange(3), "dur": random.randrange(1, 60)} for e in found]
     found += [{"ph": "i", "cat": cat, "name": HANDS[0], "ts": 10} for cat in ("cuda_runtime", "kernel")]

@@ -78,6 +78,6 @@ def draw_bars(groups, xlabel="µs a call"):
         ax.set_xlim(0, 1.25 * max(map(max, bars.values())))
         ax.set_title(title, fontsize=10)
         ax.set_xlabel(xlabel)
-        ax.invert_yaxis()
+        ax.set_ylim(tallest - 0.5, -0.5)  # bars of one height in all panels
         ax.grid(False, axis="y")
     return fig

@@ -488,6 +488,9 @@ RIGHT = {
 
 MUTANTS = {
     "launches.1": [
+        named(
+            "a range of annotations on the GPU counts as work", _report(kinds=(*WORK, "gpu_user_annotation"))
+        ),
         named("launches of kernels only", _report(words=("LaunchKernel",))),
         named("runtime calls only", _report(cats=("cuda_runtime",))),
         named("counts operators that are called Launch", _report(cats=None)),
