@@ -53,8 +53,9 @@ def flash_kernel(
         p = tl.exp2(s - new[:, None])
         shrink = tl.exp2(top - new)
         v = v_rows.load([start, 0])
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         total = total * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new
     out_rows = tl.make_tensor_descriptor(out_ptr + head, [n, D], [D, 1], [BM, D])
     out_rows.store([first, 0], (acc / total[:, None]).to(q.dtype))
@@ -80,8 +81,9 @@ def attend_keys(
         p = tl.exp2(s * scale - new[:, None])
         shrink = tl.exp2(top - new)
         v = v_rows.load([start, 0])
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")  # it runs while the next line computes
         total = total * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new
     return top, total, acc
 
