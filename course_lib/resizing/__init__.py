@@ -5,6 +5,7 @@ Images of letters are float32 [N, 1, side, side] around 0, dark on light.
 
 import functools
 import io
+import itertools
 import math
 import statistics
 from typing import NamedTuple
@@ -90,6 +91,25 @@ class Letters:
         x = paper.lerp(self._uniform(0, 0.3, 1, 1, 1).expand(wide), ink).add_(noise, alpha=self.noise)
         x = x.sub_(0.6).mul_(4)
         return x if self.shown == self.side else shrunk(x, self.shown), which % self.classes
+
+
+class Passes:
+    """Passes over stored images `x` and labels `y`; each takes the next `epoch` of them, `size` at a time.
+
+    The order is the seed's. Images come out as float32. `epoch` divides the images, and `size` the epoch.
+    """
+
+    def __init__(self, x, y, epoch, size, seed):
+        self.x, self.y, self.epoch, self.size = x, y, epoch, size
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        self.parts = itertools.cycle(order.to(x.device).split(epoch))
+
+    def __len__(self):
+        return self.epoch // self.size
+
+    def __iter__(self):
+        for index in next(self.parts).split(self.size):
+            yield self.x[index].float(), self.y[index]
 
 
 class Bf16(nn.Module):

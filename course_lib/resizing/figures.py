@@ -2,6 +2,8 @@
 
 import statistics
 
+from torch.nn import functional as F
+
 from course_lib.show import COLOURS, axes
 
 GREY = "#555555"
@@ -13,10 +15,30 @@ def _image(ax, image, title, low=0.0, high=1.0):
     ax.set_axis_off()
 
 
+def _around_ink(rows, share=0.5):
+    "Of each image the part around its darkest place, {label: [N, 1, h, h]}: in it single pixels can be seen."
+    coarse = min(rows.values(), key=lambda images: images.shape[-1])
+    side = coarse.shape[-1]
+    window = round(side * share)
+    k = side // 5 // 2 * 2 + 1
+    ink = F.avg_pool2d(-coarse.cpu().float(), k, stride=1, padding=k // 2, count_include_pad=False)
+    places = [divmod(i.item(), side) for i in ink.flatten(1).argmax(1)]
+    corners = [[min(max(at - window // 2, 0), side - window) for at in place] for place in places]
+
+    def part(images):
+        scale = images.shape[-1] / side
+        wide = round(window * scale)
+        starts = [[round(at * scale) for at in corner] for corner in corners]
+        return [x[:, i : i + wide, j : j + wide] for x, (i, j) in zip(images, starts, strict=True)]
+
+    return {label: part(images) for label, images in rows.items()}
+
+
 def draw_sizes(rows):
-    "The same letters at several sizes, each pixel a square: {label: [N, 1, side, side]}, a row a size."
+    "Parts of the same images at several sizes, pixels as squares: {label: [N, 1, side, side]}, a row each."
+    rows = _around_ink(rows)
     n = max(len(images) for images in rows.values())
-    fig, grid = axes(len(rows), n, figsize=(1.9 * n, 2 * len(rows)), squeeze=False)
+    fig, grid = axes(len(rows), n, figsize=(2.4 * n, 2.5 * len(rows)), squeeze=False)
     for (label, images), line in zip(rows.items(), grid, strict=True):
         for ax, image in zip(line, images, strict=True):
             _image(ax, image, label, image.min().item(), image.max().item())
@@ -81,18 +103,15 @@ def draw_cost(flops, seconds):
 
 
 def draw_race(runs):
-    """Accuracy against seconds: {arm: {seed: [(seconds, %)]}}.
-
-    Thin lines are seeds; a thick one is their median, at the lengths that all seeds have.
-    """
+    "Accuracy against seconds: {arm: {seed: [(seconds, %)]}}; thin lines are seeds, thick their median."
     fig, ax = axes(figsize=(6.4, 4))
     for k, (arm, by_seed) in enumerate(runs.items()):
         for points in by_seed.values():
-            ax.plot(*zip(*points, strict=True), "os^"[k], linestyle="-", color=COLOURS[k], alpha=0.35,
+            ax.plot(*zip(*points, strict=True), "os"[k], linestyle="-", color=COLOURS[k], alpha=0.35,
                     linewidth=0.8, markersize=4)  # fmt: skip
         middle = [[statistics.median(v) for v in zip(*same, strict=True)]
-                  for same in zip(*by_seed.values(), strict=False)]  # fmt: skip
-        ax.plot(*zip(*middle, strict=True), color=COLOURS[k], linewidth=2.2, marker="os^"[k], label=arm)
+                  for same in zip(*by_seed.values(), strict=True)]  # fmt: skip
+        ax.plot(*zip(*middle, strict=True), color=COLOURS[k], linewidth=2.2, marker="os"[k], label=arm)
     ax.set(xlabel="seconds of training", ylabel="read right, %", xlim=(0, None))
     seeds = f"{len(by_seed)} seeds, median thick" if len(by_seed) > 1 else "one seed"
     ax.set_title(f"Each point is one whole run; {seeds}")
@@ -101,21 +120,16 @@ def draw_race(runs):
 
 
 def draw_gains(gains):
-    "Time of full size over growing by target, {target %: Gain}: median and range, for each number of seeds."
+    "Time of full size over growing by target, {target %: Gain}: median and range over the seeds."
     fig, ax = axes()
-    for k, n in enumerate(sorted({g.seeds for g in gains.values()}, reverse=True)):
-        some = {target: g for target, g in gains.items() if g.seeds == n}
-        label = f"{n} seeds: median and range" if n > 1 else "one seed"
-        low, high = [[getattr(g, end) for g in some.values()] for end in ("low", "high")]
-        ax.fill_between(list(some), low, high, color=COLOURS[k], alpha=0.2, linewidth=0)
-        ax.plot(list(some), [g.median for g in some.values()], "os"[k] + "-", color=COLOURS[k], markersize=3,
-                label=label)  # fmt: skip
+    median, low, high, seeds = zip(*gains.values(), strict=True)
+    label = f"{seeds[0]} seeds: median and range" if seeds[0] > 1 else "one seed"
+    ax.fill_between(list(gains), low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
+    ax.plot(list(gains), median, "o-", color=COLOURS[0], markersize=3, label=label)
     ax.axhline(1, color=GREY, linestyle=":", linewidth=1)
     ax.annotate("equal time", (min(gains), 1), xytext=(0, 3), textcoords="offset points", fontsize=8)
     ax.set(xlabel="target: letters read right, %", ylabel="time, full size / growing")
-    ax.set_ylim(
-        min(0.8, *(g.low for g in gains.values())), 1.02 * max(1.2, *(g.high for g in gains.values()))
-    )
+    ax.set_ylim(min(0.8, *low), 1.02 * max(1.2, *high))
     ax.legend(fontsize=9)
     return fig
 
