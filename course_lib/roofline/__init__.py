@@ -127,7 +127,7 @@ def core_clock():
 
 
 @functools.cache
-def distorted_digits(copies=10):
+def distorted_digits(copies=8):
     "`data.digits`, each image turned, scaled and moved at random, `copies` times: for training, held out."
     random = torch.Generator().manual_seed(0)
 

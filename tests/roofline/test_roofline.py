@@ -186,6 +186,21 @@ def test_a_possible_run_that_is_refused_is_told_so():
         check.mfu(lambda m, rate, gpus, peaks: solutions.mfu(m, 9 * rate, gpus, peaks))
 
 
+def test_the_distorted_digits_repeat_and_keep_their_labels():
+    (x, y), (held, answers) = roofline.distorted_digits()
+    assert x.shape[1:] == (1, 8, 8) and len(x) == len(y) == 8 * 1397 and len(held) == len(answers) == 8 * 400
+    roofline.distorted_digits.cache_clear()
+    assert torch.equal(roofline.distorted_digits()[0][0], x) and torch.equal(y[:1397], y[1397:2794])
+
+
+def test_a_core_without_a_known_clock_has_none(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert roofline.core_clock() is None
+    with roofline.watched() as samples:
+        pass
+    assert machine.has_gpu() or samples == []
+
+
 def test_what_slows_a_clock():
     assert roofline.slowed_by([4, 5, 0]) == "power limit" and roofline.slowed_by([0, 2]) == "nothing named"
 
