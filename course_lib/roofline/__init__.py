@@ -7,14 +7,17 @@ import contextlib
 import functools
 import math
 import os
+import pathlib
+import re
 import subprocess
 import threading
 import time
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
-from course_lib import machine, show
+from course_lib import data, machine, show
 from course_lib.meter import operators as portable
 
 # BERT-large's encoder on a V100: Ivanov et al., "Data Movement Is All You Need", arXiv 2007.00072, table 1.
@@ -115,6 +118,27 @@ def operand(values, n, dtype):
     return draw(n, n, device=machine.device()).to(dtype)
 
 
+def core_clock():
+    "fp32 lanes of a CPU core's widest instruction, and its GHz by /proc/cpuinfo; None where unknown."
+    lanes = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
+    with contextlib.suppress(OSError):
+        found = re.search(r"^cpu MHz\s*: ([\d.]+)", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return (lanes, float(found[1]) / 1e3) if lanes and found else None
+
+
+@functools.cache
+def distorted_digits(copies=8):
+    "`data.digits`, each image turned, scaled and moved at random, `copies` times: for training, held out."
+    random = torch.Generator().manual_seed(0)
+
+    def distorted(x, y):
+        theta = torch.eye(2, 3) + 0.3 * (2 * torch.rand(copies * len(x), 2, 3, generator=random) - 1)
+        x, y = x.repeat(copies, 1, 1, 1), y.repeat(copies)
+        return F.grid_sample(x, F.affine_grid(theta, x.shape, align_corners=False), align_corners=False), y
+
+    return [distorted(*part) for part in data.digits()[:2]]
+
+
 def said(prediction, measured, unit):
     "One sentence that compares a prediction (None: none was written) with what came out."
     shown = show.number(measured)
@@ -141,15 +165,17 @@ SLOWED = {0x4: "power limit", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80:
 
 
 def gpu_reader():
-    "A function that reads the GPU: clock in MHz, power in W, what slows it (bits). By NVML, or nvidia-smi."
+    "A function that reads MHz, W, what slows the GPU (bits) and W allowed, by NVML or nvidia-smi; or None."
+    if not machine.has_gpu():
+        return None
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
     def smi():
         query = ["nvidia-smi", f"--id={uuid}", "--format=csv,noheader,nounits"]
-        query += ["--query-gpu=clocks.sm,power.draw.instant,clocks_throttle_reasons.active"]
+        query += ["--query-gpu=clocks.sm,power.draw.instant,clocks_throttle_reasons.active,power.limit"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-        mhz, watts, bits = answer.split(",")
-        return float(mhz), float(watts), int(bits, 16)
+        mhz, watts, bits, limit = answer.split(",")
+        return float(mhz), float(watts), int(bits, 16), float(limit)
 
     def nvml():
         import pynvml
@@ -159,7 +185,7 @@ def gpu_reader():
         power = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_POWER_INSTANT])[0]
         bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
         mhz = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
-        return mhz, power.value.uiVal / 1e3, bits
+        return mhz, power.value.uiVal / 1e3, bits, pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1e3
 
     for read in (nvml, smi):
         with contextlib.suppress(Exception):  # neither the package nor the program is promised
@@ -170,7 +196,7 @@ def gpu_reader():
 
 @contextlib.contextmanager
 def watched():
-    "Clock and power while the block runs: a list that grows by (perf_counter's seconds, MHz, W, bits)."
+    "Clock and power while the block runs: a list of (perf_counter's seconds, MHz, W, bits, W allowed)."
     samples, done, read = [], threading.Event(), gpu_reader()
 
     def look():

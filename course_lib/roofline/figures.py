@@ -123,7 +123,7 @@ def draw_batches(times, costs, flops_roof, bytes_roof, crossing):
 
 
 def draw_cold(seconds, rates, samples):
-    "One matmul after a pause: TFLOP/s, MHz and W against seconds; samples are (seconds, MHz, W, …)."
+    "One matmul after a pause: TFLOP/s, MHz, W by seconds; samples are (seconds, MHz, W, bits, W allowed)."
     fig, axes = show.axes(1, 3, figsize=(7.8, 2.8))
     at = [s for s in samples if 0 <= s[0] <= seconds[-1]]
     curves = [(seconds, [r / 1e12 for r in rates])] + [
@@ -132,6 +132,9 @@ def draw_cold(seconds, rates, samples):
     for ax, (xs, ys), label in zip(axes, curves, ("TFLOP/s", "clock, MHz", "power, W"), strict=True):
         ax.plot(xs, ys, lw=1)
         ax.set(xlabel="seconds", ylabel=label, ylim=(0, 1.15 * max(ys, default=1)))
+    for *_, allowed in at[:1]:
+        axes[2].axhline(allowed, color=ORANGE, ls="--", lw=1, label=f"{allowed:.0f} W allowed")
+        axes[2].legend(loc="lower right")
     return fig
 
 

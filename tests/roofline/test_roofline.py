@@ -166,7 +166,7 @@ def test_figures_draw_what_they_are_given(monkeypatch):
     assert [t.get_text() for t in fig.axes[0].texts] == ["add", "mm"]
     figures.draw_copies({"here": {2**14: 1e9, 2**20: 5e9}})
     figures.draw_batches({1: 1e-3, 2: 1e-3}, {1: (2, 4), 2: (4, 5)}, 1e3, 1e3, None)
-    figures.draw_cold([0.1, 0.2], [1e12, 2e12], [(0.1, 1500.0, 700.0, 4)])
+    figures.draw_cold([0.1, 0.2], [1e12, 2e12], [(0.1, 1500.0, 690.0, 4, 700.0)])
     figures.draw_rates({"a": 0.1, "b": 100.0}, "%")
     monkeypatch.setattr(recorded, "get", lambda name: None)
     assert figures.recorded_classes("x.{}") is None
@@ -186,6 +186,21 @@ def test_a_possible_run_that_is_refused_is_told_so():
         check.mfu(lambda m, rate, gpus, peaks: solutions.mfu(m, 9 * rate, gpus, peaks))
 
 
+def test_the_distorted_digits_repeat_and_keep_their_labels():
+    (x, y), (held, answers) = roofline.distorted_digits()
+    assert x.shape[1:] == (1, 8, 8) and len(x) == len(y) == 8 * 1397 and len(held) == len(answers) == 8 * 400
+    roofline.distorted_digits.cache_clear()
+    assert torch.equal(roofline.distorted_digits()[0][0], x) and torch.equal(y[:1397], y[1397:2794])
+
+
+def test_a_core_without_a_known_clock_has_none(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert roofline.core_clock() is None
+    with roofline.watched() as samples:
+        pass
+    assert machine.has_gpu() or samples == []
+
+
 def test_what_slows_a_clock():
     assert roofline.slowed_by([4, 5, 0]) == "power limit" and roofline.slowed_by([0, 2]) == "nothing named"
 
@@ -197,4 +212,4 @@ def test_clock_and_power_are_sampled():
         for _ in range(2000):
             a @ a
         torch.cuda.synchronize()
-    assert all(100 < mhz < 3000 and 20 < watts < 2000 for _, mhz, watts, _ in samples)
+    assert all(100 < mhz < 3000 and 20 < watts < 2000 for _, mhz, watts, *_ in samples)
