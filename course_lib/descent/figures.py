@@ -97,7 +97,7 @@ def draw_slides(paths, span=(-2.2, 2.2)):
     return fig
 
 
-def draw_methods(surfaces, paths, settled, box=(-1.8, 1.8, -1.8, 1.8)):
+def draw_methods(surfaces, paths, settled, box=(-0.6, 1.2, -0.6, 1.2)):
     """Each method's path on each surface, and its steps by learning rate; lines that coincide are one.
 
     `surfaces` is {kind: f}; `paths` ({(method, kind): [steps, 2]}) and `settled` ({(method, kind): {learning
