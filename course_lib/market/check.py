@@ -203,9 +203,11 @@ class _Scripted:
 
     def __init__(self, costs, stalls):
         self.time, self.ready, self.calls, self.waited = random.uniform(50, 500), 0.0, 0, []
-        self.costs, self.stalls, self.started = costs, stalls, []
+        self.costs, self.stalls, self.started, self.asked = costs, stalls, [], 0
 
     def now(self):
+        self.asked += 1  # this clock stands still, so a loop that asks until it is time would never end
+        core.require(self.asked < 10_000, "`clock.now()` is called without end; wait with `clock.wait_until`")
         return self.time
 
     def wait_until(self, when):

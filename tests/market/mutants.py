@@ -280,6 +280,21 @@ def timer(warm_sync=True, begin="due", sync=True, warms=True, late=True):
     return fn
 
 
+def asks_until_due(answer, arrivals, clock, warm=10):
+    "A loop of its own in place of `wait_until`."
+    for _ in range(warm):
+        answer()
+    clock.sync()
+    begin, found = clock.now(), []
+    for due in arrivals:
+        while clock.now() < begin + due:
+            pass
+        answer()
+        clock.sync()
+        found.append(clock.now() - begin - due)
+    return found
+
+
 def from_the_first(answer, arrivals, clock, warm=10):
     return solutions.measure(answer, [due - arrivals[0] for due in arrivals], clock, warm)
 
@@ -502,6 +517,7 @@ MUTANTS = {
         (named("the warm up counts", timer(begin="before")), p),
         (named("a schedule that moves", timer(late=False)), p),
         (named("the first is due at once", from_the_first), p),
+        (asks_until_due, p),
         (m, interpolated),
         (m, named("one further", quantile(place=lambda n, p: int(p * n / 100)))),
         (m, named("any number", quantile(fewest=lambda n, p: n < 2))),
