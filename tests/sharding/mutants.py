@@ -720,6 +720,7 @@ MUTANTS = {
         _keeps(torch.clone),
         _keeps(torch.Tensor.half),
         _finish(lambda out, n: out),
+        _finish(lambda out, n: (out / n).half().to(out.dtype)),
         _layer(None, _all_reduced_gradient),
         _layer(None, _three_at_once),
         _layer(None, _into_the_part),
