@@ -124,7 +124,7 @@ def problem(answer):
     core.need_callable(answer)
     for v, p in ((1, 2), (2, 2), (1, random.randint(3, 4)), (2, random.randint(2, 4))):  # small ones first
         m = 2 if p == 2 else random.randint(2, 6)
-        _reason(answer, _valid_plan(p, v, m, None), None, None, "a plan that can run, with B in some stages")
+        _reason(answer, _valid_plan(p, v, m, None), None, None, "a plan that can run, with both B and halves")
         for halves in (False, True):
             plan = _valid_plan(p, v, m, halves)
             _reason(answer, plan, None, None, "a plan that can run")
@@ -178,15 +178,16 @@ def _reason(answer, plan, reason, ops, words):
 
 
 def _valid_plan(p, v, m, halves):
-    "A random plan that can run; `halves` None: in some stages. Two stages a rank lie in a loop or a V."
+    "A random plan that can run; `halves` None: of some microbatches. Two stages a rank lie in a loop or a V."
     stages, ended = p * v, set()
     turn = random.choice((lambda s: s - p, lambda s: 2 * p - 1 - s))
     home = {s: s if s < p else turn(s) for s in range(stages)}
-    if halves is None:  # some stages have halves, and at least one has not
-        split = set(random.sample(range(stages), random.randint(1, stages - 1)))
-    else:
-        split = set(range(stages if halves else 0))
-    rest = {(k, i, s) for s in home for k in ("FIW" if s in split else "FB") for i in range(m)}
+    split = {(i, s): halves for s in home for i in range(m)}
+    if halves is None:  # in one stage at least, one microbatch has halves and one has not
+        split = {which: random.random() < 0.5 for which in split}
+        mixed = random.randrange(stages)
+        split[0, mixed], split[1, mixed] = random.choice(((True, False), (False, True)))
+    rest = {(k, *which) for which, half in split.items() for k in ("FIW" if half else "FB")}
     plan, every = [[] for _ in range(p)], frozenset(rest)
     while rest:
         op = random.choice([o for o in sorted(rest) if ended.issuperset(_before(o, every, stages - 1))])

@@ -55,9 +55,8 @@ def parallel_mlp(answer):
     for size in (1, 2, 3, random.choice((4, 5))):
         width, share, out = core.ragged(3, 12, 3)
         dtype = torch.float64 if size == 2 else torch.float32
-        up, down = nn.Linear(width, share * size, dtype=dtype), nn.Linear(share * size, out, dtype=dtype)
-        if size == 3:
-            up, down = (nn.Linear(m.in_features, m.out_features, bias=False) for m in (up, down))
+        up = nn.Linear(width, share * size, bias=size < 3, dtype=dtype)  # each with and without a bias
+        down = nn.Linear(share * size, out, bias=size not in (1, 3), dtype=dtype)
         lead = (random.randint(2, 4),) * (size > 1) + (random.randint(5, 9),)
         x = torch.randn(*lead, width, dtype=dtype)
         want = down.double()(F.gelu(up.double()(x.double()))).detach()

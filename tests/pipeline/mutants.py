@@ -119,6 +119,19 @@ def halves_everywhere(plan):
     return solutions.problem(plan)
 
 
+def halves_by_stage(plan):
+    "Looks once in each stage whether it has halves: as if its microbatches couldn't differ."
+    ops = {op for row in plan for op in row}
+    halves = {s for kind, _, s in ops if kind in "IW"}
+    for i in sorted({i for _, i, _ in ops}):
+        for s in range(1 + max(s for _, _, s in ops)):
+            only_forward = not ops & {(kind, i, s) for kind in "BIW"}
+            for kind in "FIW" if s in halves and not only_forward else "FB":
+                if (kind, i, s) not in ops:
+                    return "missing", (kind, i, s)
+    return solutions.problem(plan)
+
+
 def highest_rank(plan):
     return solutions.problem(plan[::-1])
 
@@ -534,7 +547,7 @@ RIGHT = {
 
 MUTANTS = {
     "pipeline.1": [no_cycles, highest_rank, w_may_be_missing, one_stage_a_rank, always_names_b, takes_out,
-                   order_within_a_stage, order_first, halves_everywhere],
+                   order_within_a_stage, order_first, halves_everywhere, halves_by_stage],
     "pipeline.2": [last_in_first_out, one_rank_after_the_other, all_in_stage_0, swapped_arguments, halves],
     "pipeline.3": [from_zero, beside_the_work, i_ends_too, w_does_not_end, one_for_all,
                    each_ranks_own_time],

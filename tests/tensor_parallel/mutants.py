@@ -80,6 +80,18 @@ def cuts_afterwards(x, up, down, dist):
     return out if down.bias is None else out + down.bias
 
 
+def one_question_for_both_biases(x, up, down, dist):
+    "As if both layers had a bias, or neither."
+    if up.out_features % dist.get_world_size():
+        raise ValueError("uneven")
+    mine = slice(*_range(up.out_features, dist.get_rank(), dist.get_world_size()))
+    biased = up.bias is not None
+    out = F.linear(x, up.weight[mine], up.bias[mine] if biased else None)
+    out = F.linear(F.gelu(out), down.weight[:, mine])
+    dist.all_reduce(out)
+    return out + down.bias if biased else out
+
+
 def leaves_gradients_off(x, up, down, dist):
     torch.set_grad_enabled(False)
     return solutions.parallel_mlp(x, up, down, dist)
@@ -441,6 +453,7 @@ MUTANTS = {
         _mlp(check=False),
         _mlp(cut=lambda n, rank, size: slice(rank, None, size) if size < 3 else slice(0, n // size)),
         cuts_afterwards,
+        one_question_for_both_biases,
         leaves_gradients_off,
         gathers_the_hidden,
     ],
