@@ -115,7 +115,8 @@ def test_the_theme_follows_the_system_and_the_switch(book, page):
     assert lightness() < 60
     page.click("#theme")
     assert lightness() > 200
-    page.click("a[rel=next]")
+    with page.expect_navigation():
+        page.click("a[rel=next]")
     assert lightness() > 200  # the next page remembers
 
 
