@@ -68,17 +68,17 @@ def _steep(*args):
 
 
 def _as_on_a_gpu(answer, *args):
-    "(device types that autocast is given, syncs) of a call whose tensors say that they are on a GPU."
-    seen, waits, autocast = [], [], torch.autocast
+    "([(device type, dtype) of each autocast], syncs) of a call whose tensors say that they are on a GPU."
+    seen, waits, init = [], [], torch.autocast.__init__
 
-    def record(device_type, *args, **kwargs):
-        seen.append(device_type)
-        return autocast("cpu", *args, **kwargs)
+    def record(self, device_type, dtype=None, *args, **kwargs):
+        seen.append((device_type, dtype))
+        init(self, "cpu", torch.bfloat16, *args, **kwargs)
 
     device = property(lambda t: torch.device("cuda", 0))
     with contextlib.suppress(Exception), contextlib.ExitStack() as patches:
         for of, name, value in (
-            (torch, "autocast", record),
+            (torch.autocast, "__init__", record),  # under whatever name it was imported
             (torch.cuda, "synchronize", lambda *a: waits.append(a)),
             (torch.cuda, "is_available", lambda: True),
             (torch.Tensor, "device", device),
@@ -134,8 +134,11 @@ def step(answer):
         core.require(p.dtype == torch.float32, f"{name} is {p.dtype} after three steps: keep it in fp32")
         core.close(p, q, f"{name} after three steps", rtol=1e-2, atol=2e-3)
     plain = torch.optim.SGD(model.parameters(), 0.0, foreach=False)
-    types, waits = _as_on_a_gpu(answer, model, plain, x, y)
+    seen, waits = _as_on_a_gpu(answer, model, plain, x, y)
+    types = [device for device, _ in seen]
     core.require("cpu" not in types, "autocast is for 'cpu' where x is on a GPU: give it x.device.type")
+    fp16 = any(device == "cuda" and dtype != torch.bfloat16 for device, dtype in seen)
+    core.require(not fp16, "autocast's dtype on a GPU is fp16 unless you name it: give it torch.bfloat16")
     core.equal(waits, 0, "calls of torch.cuda.synchronize in a step")
 
 
@@ -330,7 +333,8 @@ def from_meta(answer):
         config = _config(shape, tied=False, layers=layers)
         given = {k: torch.randn(s) / (4 if len(s) > 1 else 1) for k, s in lesson.meta_names(config).items()}
         given = {k: v.bfloat16() for k, v in given.items()}
-        given["rope.freqs"] = torch.randn(config.head_dim // 2)  # in some files, and no weight
+        if layers == 2:  # in some files, and no weights
+            given |= {name: torch.randn(config.head_dim // 2) for name in ("rope.freqs", "freqs_cis")}
         got = core.call(answer, dict(given), config)
         core.require(isinstance(got, dict), f"what from_meta returns: expected a dict, got {core.kind(got)}")
         model = Llama(config).bfloat16()
@@ -386,6 +390,8 @@ def score(answer):
             logits = (model.words[ids[t - 1]] + model.places[t - 1 - window * stride]).bfloat16().double()
             total += (logits.logsumexp(0) - logits[ids[t]]).item()
         model.places.requires_grad_()
+        trains = context == stride or length < 50
+        model.train(trains)
         got = core.call(answer, model, ids, stride, mutates=(0,))
         got, what = (
             core.parts(got, "total tokens", "score"),
@@ -404,4 +410,8 @@ def score(answer):
         core.require(last, f"the last token of the text was an input, {what}: nothing follows it")
         reached = sum(29 in window for window in model.windows)
         core.equal(reached, 1, f"windows that reach the end of the text, {what}")
-        core.require(model.training, "the model was in training mode before, and is not now: leave its mode")
+        modes = {True: "training", False: "evaluation"}
+        was, now = modes[trains], modes[model.training]
+        core.require(
+            was == now, f"the model was in {was} mode before, and is in {now} mode now: leave its mode"
+        )

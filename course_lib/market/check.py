@@ -48,6 +48,11 @@ def leak_free(answer):
         lo = random.randrange(60, 150)
         hi = lo + random.randrange(30, 80)
         embargo = (None, 0, random.randrange(1, 50))[case % 3]
+        if case % 12 == 5:  # test labels end long before hi; sample j is late enough, counted from the last
+            embargo, (i, j) = random.randrange(5, 15), random.sample(range(n), 2)
+            start[(start > lo + 9) & (start < hi)] += 400
+            start[[i, j]] = lo, hi + embargo
+            end = start + np.random.randint(1, 4, n)
         inside = [i for i in range(n) if start[i] in range(lo, hi)]
         if case % 4 == 0:  # on the edges: known at lo; forecast at hi; one step too early, one late enough
             i, j, k, m = random.sample(inside, 4) if len(inside) > 6 else [0, 1, 2, 3]
@@ -68,7 +73,11 @@ def leak_free(answer):
         for name, found, want in zip(("train", "test"), got, (train, inside), strict=True):
             masks = np.asarray(found).dtype == bool
             core.require(not masks, f"{name} holds booleans; expected positions (`np.flatnonzero`)")
-            found = [int(i) for i in _array(found, f"{name}, {what}").ravel()]
+            found = _array(found, f"{name}, {what}").ravel()
+            core.require(
+                not found.size or found.dtype.kind in "iu", f"{name} holds {found.dtype}; expected integers"
+            )
+            found = found.astype(int).tolist()
             for verb, odd in (("has", set(found) - set(want)), ("misses", set(want) - set(found))):
                 for i in sorted(odd)[:1]:
                     sample = f"sample {i}, forecast at {start[i]}, known at {end[i]}"
@@ -232,7 +241,7 @@ def measure(answer, percentile):
     for fn in (answer, percentile):
         core.need_callable(fn)
     for case in range(8):
-        n, warm = random.randrange(30, 60), random.randrange(2, 9)
+        n, warm = random.randrange(30, 60), 0 if case == 3 else random.randrange(2, 9)
         gap = random.uniform(8, 20)
         arrivals = np.cumsum(np.random.exponential(gap, n)).tolist()
         stalls = {} if case < 2 else {warm + k: random.uniform(100, 400) for k in random.sample(range(n), 2)}

@@ -150,6 +150,11 @@ def problem(answer):
                 both = [[o for o in row if o != gone] for row in swapped]
                 words = f"a plan with {_words(b)} before {_words(a)}, and without {_words(gone)}"
                 _reason(answer, both, "missing", {gone}, words)
+            if v == 2:
+                s = random.randrange(p * v - 1)
+                less = [[o for o in row if o[2] != s] for row in plan]
+                every = {(k, i, s) for k in "FB" for i in range(m)}
+                _reason(answer, less, "missing", every, f"a plan without stage {s}")
             stuck = _with_cycle(plan)
             _reason(answer, stuck, "cycle", {_head(stuck)}, "a plan whose ranks wait for each other")
     _reason(answer, [[("F", 0, 0), ("B", 0, 0)]], None, None, "a plan of one rank and one microbatch")

@@ -45,6 +45,29 @@ def inside(model, opt, x, y):
     return value.data
 
 
+def by_another_name(model, opt, x, y):
+    "Right: autocast by its longer name, with names of arguments."
+    with torch.amp.autocast(dtype=torch.bfloat16, device_type=x.device.type):
+        loss = model(x, y)
+    for p, g in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+        p.grad = g
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def _under(autocast):
+    def train_step(model, opt, x, y):
+        with autocast(x):
+            loss = model(x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return train_step
+
+
 def in_fp32(model, opt, x, y):
     loss = model(x, y)
     loss.backward()
@@ -543,6 +566,18 @@ def in_fp32_weights(weights, config):
     return {k: v.float() for k, v in solutions.from_meta(weights, config).items()}
 
 
+def deletes_frequencies(weights, config):
+    weights = dict(weights)
+    del weights["rope.freqs"]
+    return solutions.from_meta(weights, config)
+
+
+def keeps_what_it_cannot_name(weights, config):
+    known = ("layers.", "tok_embeddings.", "norm.", "output.", "rope.freqs")
+    others = {k: v for k, v in weights.items() if not k.startswith(known)}
+    return solutions.from_meta(weights, config) | others
+
+
 def keeps_frequencies(weights, config):
     return solutions.from_meta(weights, config) | {"rope.freqs": weights["rope.freqs"]}
 
@@ -671,8 +706,15 @@ def leaves_eval(model, ids, stride):
     return _whole(model, ids, stride)
 
 
+def trains_afterwards(model, ids, stride):
+    model.eval()
+    found = _whole(model, ids, stride)
+    model.train()
+    return found
+
+
 RIGHT = {
-    "llama.1": [clears_first, inside],
+    "llama.1": [clears_first, inside, by_another_name],
     "llama.2": [by_numbers, always_masked],
     "llama.3": [_head_loss(), Recomputes, Named],
     "llama.4": [by_wildcard, by_match],
@@ -691,6 +733,8 @@ MUTANTS = {
         waits_where_there_is_a_gpu,
         leaves_autocast_on,
         clips,
+        _under(lambda x: torch.autocast(x.device.type)),  # fp16 on a GPU
+        _under(lambda x: torch.amp.autocast("cpu", torch.bfloat16)),
     ],
     "llama.2": [
         upper_left,
@@ -731,6 +775,8 @@ MUTANTS = {
         *map(_changed, (_same_rows, _across_heads, _only_q, _other_way, _gate_is_up, _size_8)),
         in_fp32_weights,
         keeps_frequencies,
+        deletes_frequencies,
+        keeps_what_it_cannot_name,
     ],
     "llama.6": [
         no_overlap,
@@ -746,5 +792,6 @@ MUTANTS = {
         runs_to_the_end,
         reads_the_last,
         leaves_eval,
+        trains_afterwards,
     ],
 }

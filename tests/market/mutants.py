@@ -75,6 +75,12 @@ def empty_test(start, end, lo, hi, embargo=None):
         return np.flatnonzero(end < lo), np.array([], int)
 
 
+def appended(start, end, lo, hi, embargo=None):
+    "np.append to an empty array of floats."
+    train, test = solutions.leak_free(start, end, lo, hi, embargo)
+    return np.append([], train), test
+
+
 def as_masks(train, test, n):
     return np.isin(np.arange(n), train), np.isin(np.arange(n), test)
 
@@ -295,6 +301,10 @@ def asks_until_due(answer, arrivals, clock, warm=10):
     return found
 
 
+def zero_is_ten(answer, arrivals, clock, warm=10):
+    return solutions.measure(answer, arrivals, clock, warm or 10)
+
+
 def from_the_first(answer, arrivals, clock, warm=10):
     return solutions.measure(answer, [due - arrivals[0] for due in arrivals], clock, warm)
 
@@ -474,6 +484,8 @@ MUTANTS = {
         no_embargo_is_zero,
         zero_is_no_embargo,
         empty_test,
+        appended,
+        named("not before hi", split(after=lambda s, e, test, hi, gap: s > max(hi, e[test].max()) + gap)),
     ],
     "market.2": [
         named("a constant added", looker(future=lambda p, t: p[t + 1 :] + 50)),
@@ -518,6 +530,7 @@ MUTANTS = {
         (named("a schedule that moves", timer(late=False)), p),
         (named("the first is due at once", from_the_first), p),
         (asks_until_due, p),
+        (zero_is_ten, p),
         (m, interpolated),
         (m, named("one further", quantile(place=lambda n, p: int(p * n / 100)))),
         (m, named("any number", quantile(fewest=lambda n, p: n < 2))),

@@ -132,6 +132,17 @@ def halves_by_stage(plan):
     return solutions.problem(plan)
 
 
+def stages_that_are_there(plan):
+    "A stage that is nowhere isn't missed."
+    ops = {op for row in plan for op in row}
+    for i, s in itertools.product({i for _, i, _ in ops}, {s for _, _, s in ops}):
+        for kind in "FIW" if {("I", i, s), ("W", i, s)} & ops else "FB":
+            if (kind, i, s) not in ops:
+                return "missing", (kind, i, s)
+    found = solutions.problem(plan)
+    return ("cycle", plan[0][0]) if found and found[0] == "missing" else found
+
+
 def highest_rank(plan):
     return solutions.problem(plan[::-1])
 
@@ -547,7 +558,8 @@ RIGHT = {
 
 MUTANTS = {
     "pipeline.1": [no_cycles, highest_rank, w_may_be_missing, one_stage_a_rank, always_names_b, takes_out,
-                   order_within_a_stage, order_first, halves_everywhere, halves_by_stage],
+                   order_within_a_stage, order_first, halves_everywhere, halves_by_stage,
+                   stages_that_are_there],
     "pipeline.2": [last_in_first_out, one_rank_after_the_other, all_in_stage_0, swapped_arguments, halves],
     "pipeline.3": [from_zero, beside_the_work, i_ends_too, w_does_not_end, one_for_all,
                    each_ranks_own_time],

@@ -18,6 +18,16 @@ REFERENCE = {
 # --- scale.1: ring attention ------------------------------------------------------------------
 
 
+def by_sigmoid(q, k, v, places, attend, dist):
+    "Right: the share of the new part by a sigmoid, receives after attending."
+
+    def join(out_a, lse_a, out_b, lse_b):
+        share = torch.sigmoid(lse_b - lse_a)[..., None]
+        return out_a + share * (out_b - out_a), lse_a + torch.nn.functional.softplus(lse_b - lse_a)
+
+    return _ring(join=join)(q, k, v, places, attend, dist)
+
+
 def recursive(q, k, v, places, attend, dist):
     "Right: keys and values in one row, a while loop that ends when its own keys would come."
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -51,14 +61,16 @@ def softmax_of_parts(q, k, v, places, attend, dist):
     return (lses.softmax(0)[..., None] * outs).sum(0), lses.logsumexp(0)
 
 
-def _ring(owner=lambda rank, i, size: (rank - i) % size, join=merge, rounds=0, after=False):
+def _ring(
+    owner=lambda rank, i, size: (rank - i) % size, join=merge, rounds=0, after=False, empty=torch.empty_like
+):
     def ring(q, k, v, places, attend, dist):
         rank, size = dist.get_rank(), dist.get_world_size()
         for i in range(size + rounds):
             part = attend(q, k, v, places(rank), places(owner(rank, i, size)))
             out, lse = join(out, lse, *part) if i else part  # noqa: F821
             if i < size - 1 + after:
-                new = [torch.empty_like(t) for t in (k, v)]
+                new = [empty(t) for t in (k, v)]
                 handles = [dist.isend(t, (rank + 1) % size) for t in (k, v)]
                 for t in new:
                     dist.recv(t, (rank - 1) % size)
@@ -72,6 +84,12 @@ def _ring(owner=lambda rank, i, size: (rank - i) % size, join=merge, rounds=0, a
 
 def _adds(out_a, lse_a, out_b, lse_b):
     return out_a + out_b, torch.logaddexp(lse_a, lse_b)
+
+
+def _sums_of_exp(out_a, lse_a, out_b, lse_b):
+    "Right until exp(lse) overflows."
+    a, b = lse_a.exp(), lse_b.exp()
+    return (a[..., None] * out_a + b[..., None] * out_b) / (a + b)[..., None], (a + b).log()
 
 
 def _means(out_a, lse_a, out_b, lse_b):
@@ -340,6 +358,15 @@ def young_less_save(save, mtbf):
     return math.sqrt(2 * save * mtbf) - save
 
 
+def all_gaps_first(work, interval, save, restart, gaps):
+    return solutions.wall_clock(work, interval, save, restart, iter(list(gaps)))
+
+
+def whole_seconds(save, mtbf):
+    tries = range(1, int(2 * mtbf), max(1, int(mtbf) // 5000))
+    return min(tries, key=lambda t: math.expm1((t + save) / mtbf) / t)
+
+
 def _clock(final_save=False, lose_all=False, gap_in_restart=False, no_restart=False, keeps_partial=False):
     def wall_clock(work, interval, save, restart, gaps):
         done, clock, left = 0.0, 0.0, next(gaps)
@@ -446,6 +473,14 @@ def from_a_global(run, state):
     solutions.restore(run, state | {"opt": in_a_global.opt})
 
 
+def keeps_its_rate(run, state):
+    "The optimizer's moments are restored, and not its learning rate."
+    rates = [group["lr"] for group in run.opt.param_groups]
+    solutions.restore(run, state)
+    for group, rate in zip(run.opt.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def pops(run, state):
     kept = dict(state)
     state.pop("model")
@@ -459,7 +494,7 @@ def draws_a_number(run):
 
 
 RIGHT = {
-    "scale.1": [recursive, softmax_of_parts],
+    "scale.1": [recursive, softmax_of_parts, by_sigmoid],
     "scale.2": [from_totals, as_pair],
     "scale.3": [every_tuple, by_key],
     "scale.4": [(by_list, daly), (solutions.wall_clock, search)],
@@ -468,6 +503,7 @@ RIGHT = {
 
 MUTANTS = {
     "scale.1": [_ring(lambda rank, i, size: (rank + i) % size), _ring(join=_adds), _ring(join=_means),
+                _ring(join=_sums_of_exp), _ring(empty=lambda t: torch.empty(t.shape)),
                 _ring(rounds=-1), _ring(after=True), collects_all_first, to_everybody,
                 keeps_all_keys, skips_later_parts, odd_ranks_receive_first],
     "scale.2": [*map(_changed, (all_microbatches_kept, shards_by_data_alone, chunks_forgotten, gathers_once,
@@ -476,9 +512,10 @@ MUTANTS = {
                               one_chunk, any_tensor))],
     "scale.4": [*((_clock(**{wrong: True}), daly) for wrong in
                   ("final_save", "lose_all", "gap_in_restart", "no_restart", "keeps_partial")),
-                (by_list, young), (by_list, young_less_save)],
+                (by_list, young), (by_list, young_less_save), (all_gaps_first, daly),
+                (by_list, whole_seconds)],
     "scale.5": [*map(_without, ("opt", "scaler", "loader", "torch", "random")), (no_copy, solutions.restore),
                 (solutions.capture, shares_the_tensors), (solutions.capture, shares_the_lists),
                 (parameters_only, parameters_back), (draws_a_number, solutions.restore),
-                (in_a_global, from_a_global), (solutions.capture, pops)],
+                (in_a_global, from_a_global), (solutions.capture, pops), (solutions.capture, keeps_its_rate)],
 }  # fmt: skip
