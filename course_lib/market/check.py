@@ -338,6 +338,8 @@ def mlp(layer, kernel):
         h = x.double()
         for weights, bias in zip(w.double(), b.double(), strict=True):
             h = (weights @ h + bias).clamp(min=0)
+        if layers % 2 and h @ head.double() > 0:  # y below 0: it has no ReLU
+            head = -head
         what = f"{layers} layers of width {width} in {NAMES[dtype]}, BLOCK {block}"
         once = ({0: "x", 1: "w", 2: "b", 3: "head"}, {4: "y"})
         args, sizes = (within(x), w, b, within(head), y := poisoned(1)), {"WIDTH": width, "BLOCK": block}
