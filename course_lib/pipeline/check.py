@@ -116,7 +116,7 @@ def _small(kept, limits, what):
 
 def _sizes(n=5):
     drawn = [(random.randint(2, 7), random.randint(1, 17)) for _ in range(n)]
-    return [(1, 3), (2, 2), (4, 2), (3, 1), *drawn]
+    return [(1, 3), (2, 2), (4, 2), (3, 1), (7, 11), *drawn]
 
 
 @core.exercise("pipeline.1", "every reason named, on random plans; those that can run pass")

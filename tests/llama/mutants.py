@@ -198,6 +198,35 @@ def repeats_keys(q, k, v):
     return solutions.attend(q, k, v)
 
 
+def repeats_keys_in_training(q, k, v):
+    return repeats_keys(q, k, v) if q.shape[2] > 1 else solutions.attend(q, k, v)
+
+
+def mask_of_before():
+    "A mask is kept for each number of queries, whatever the number of keys."
+    kept = {}
+
+    def attend(q, k, v):
+        new, known = q.shape[2], k.shape[2]
+        if new in (1, known) or q.is_meta:
+            return solutions.attend(q, k, v)
+        if new not in kept or kept[new].shape[1] < known:
+            kept[new] = torch.ones(new, known, dtype=torch.bool).tril(known - new)
+        return F.scaled_dot_product_attention(q, k, v, kept[new][:, :known], enable_gqa=True)
+
+    return attend
+
+
+def query_by_query(q, k, v):
+    "Right: one query after the other, unless new = known."
+    new, known = q.shape[2], k.shape[2]
+    if new == known:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    ends = range(known - new + 1, known + 1)
+    parts = [solutions.attend(q[:, :, i : i + 1], k[:, :, :n], v[:, :, :n]) for i, n in enumerate(ends)]
+    return torch.cat(parts, 2)
+
+
 def strided_groups(q, k, v):
     "Head h reads group h % groups."
     k, v = (t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in (k, v))
@@ -715,7 +744,7 @@ def trains_afterwards(model, ids, stride):
 
 RIGHT = {
     "llama.1": [clears_first, inside, by_another_name],
-    "llama.2": [by_numbers, always_masked],
+    "llama.2": [by_numbers, always_masked, query_by_query],
     "llama.3": [_head_loss(), Recomputes, Named],
     "llama.4": [by_wildcard, by_match],
     "llama.5": [by_index, by_parts],
@@ -741,6 +770,8 @@ MUTANTS = {
         sees_the_future,
         stores_scores,
         repeats_keys,
+        repeats_keys_in_training,
+        mask_of_before(),
         strided_groups,
         mask_on_the_cpu,
         scale_of_size_8,
