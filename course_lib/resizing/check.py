@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from course_lib import checking as core
 from course_lib import meter
@@ -49,6 +50,8 @@ def recalibrate(answer):
         net = nn.Sequential(*first, _Training(), deeper, *head)
         for _ in range(3):  # it has been trained, on other images
             net(3 * torch.randn(4, channels, 12, 12) - 2)
+        for p in net.parameters():
+            p.data += 0.1 * torch.rand_like(p)
         net.train(case % 2 == 0)
         sizes = core.ragged(3, 9, random.randint(2, 4))
         images = (torch.randn(n, channels, *core.ragged(9, 19, 2)) for n in sizes)
@@ -64,11 +67,16 @@ def recalibrate(answer):
         require(not mine & theirs, f"{what} shares tensors with the original; copy.deepcopy gives it its own")
         for (name, p), q in zip(net.named_parameters(), got.parameters(), strict=True):
             require(torch.equal(p, q), f"{what}: the weight {name} changed; only statistics may")
+            require(
+                q.requires_grad, f"{what}: requires_grad of the weight {name} was lost; use torch.no_grad()"
+            )
         for k, (norm, (mean, var)) in enumerate(zip(_norms(got), want, strict=True), 1):
             how = f"of batch norm {k} (plain means since a reset, all layers in training mode)"
             core.close(norm.running_mean, mean, f"{what}: running_mean {how}")
             core.close(norm.running_var, var, f"{what}: running_var {how}", rtol=1e-3)
         core.equal([m.momentum for m in _norms(got)], [0.3, 0.1], f"{what}: momenta, as in the original")
+        hooks = any(m._forward_hooks or m._forward_pre_hooks for m in got.modules())
+        require(not hooks, f"{what} still has your hooks; remove() them")
         require(not any(m.training for m in got.modules()), f"{what} is in training mode; call .eval()")
 
 
@@ -93,6 +101,8 @@ def size_free(answer):
         dtype = torch.float64 if case == 3 else torch.float32
         first = nn.Conv2d(channels, a, 3, 2, padding=1), nn.BatchNorm2d(a), nn.ReLU()
         last = nn.Conv2d(a, b, 3, padding=case % 2), nn.ReLU()
+        if case == 1:
+            last = last[:1]
         if case == 2:  # the last map has other channels than the last convolution
             last = nn.Conv2d(a, 4 * b, 3), nn.PixelShuffle(2)
         body = nn.Sequential(*first, *last).to(dtype)
@@ -100,14 +110,21 @@ def size_free(answer):
         x = torch.randn(1 + case % 3, channels, height, width, dtype=dtype)
         net = nn.Sequential(*body, nn.Flatten(), nn.Linear(body(x)[0].numel(), classes, dtype=dtype))
         net.train(case % 2 == 0)
+        net[1].eval()  # a batch norm that its owner has frozen
         before, layers = _state(net), list(net)
         got = core.call(answer, net, x, mutates=(0,))
         what = f"a network for {height} × {width} pixels"
         require(isinstance(got, nn.Sequential), f"{what}: expected nn.Sequential, got {core.kind(got)}")
         require(list(net) == layers, f"{what}: the given network's layers changed; build a new one")
         _unchanged(net, before)
-        require(list(got)[:5] == layers[:5], f"{what}: expected the same layer objects before the mean")
-        weights = [m.weight for m in got.modules() if isinstance(m, nn.Linear)]
+        flat = [m for m in got.modules() if not isinstance(m, nn.Sequential)]  # `net[:-2]` in one piece, too
+        same = flat[: len(body)] == layers[:-2]
+        require(same, f"{what}: expected the same layer objects before the mean")
+        weights = [m.weight for m in flat if isinstance(m, nn.Linear)]
+        lazy = any(map(nn.parameter.is_lazy, weights))
+        require(
+            not lazy, f"{what}: the new layer has no weights yet; run a lazy layer once, or use nn.Linear"
+        )
         shape = f"{what}, {b} channels in its last map: shape of the new layer's weights"
         core.equal([tuple(w.shape) for w in weights], [(classes, b)], shape)
         require(weights[0].dtype == dtype, f"{what}: expected weights in {dtype}, got {weights[0].dtype}")
@@ -188,7 +205,11 @@ class _Passes:
 
     def __init__(self, sizes):
         self.passes = [[(torch.randn(n, 1, 30, 34), torch.randint(5, (n,))) for n in sizes] for _ in range(9)]
-        self.taken = 0
+        self.taken, self.given = 0, core.clone(self.passes)
+
+    def require_as_given(self, what):
+        same = all(map(torch.equal, *map(pytree.tree_leaves, (self.given, self.passes))))
+        require(same, f"{what}: the loader's own images were changed; the smaller ones are new tensors")
 
     def __iter__(self):
         self.taken += 1
@@ -247,6 +268,7 @@ def train(answer):
         core.equal(net.sides(), twin.sides(), f"{what}: the sides that the network saw")
         require(all(mode for mode, _ in net.seen), f"{what}: not in training mode; call net.train() first")
         core.equal(loader.taken, len(schedule), f"{what}: passes over the batches")
+        loader.require_as_given(what)
         n = len(got) if isinstance(got, list) else core.kind(got)
         core.equal(n, len(want), f"{what}: length of the list of losses")
         bare = all(isinstance(v, torch.Tensor) and not v.requires_grad for v in got)
@@ -291,6 +313,7 @@ def size_schedule(answer):
                 raise core.Wrong(f"during learn.fit the callback raised {core.describe(e)}") from None
         what = f"SizeSchedule({schedule}), two fits"
         core.equal(len(net.seen), 10 * len(schedule), f"{what}: batches of training and validation")
+        loader.require_as_given(what)
         images = [x for batches in loader.passes for x, _ in batches]
         for k, (training, found) in enumerate(net.seen):
             epoch, batch = divmod(k, 5)  # 3 batches of training, 2 of validation

@@ -25,12 +25,18 @@ class _Net(schedules.Nets):
 @core.exercise("schedules.1", f"one rate for every group, and 8 networks reach the goal in {STEPS} steps")
 def train(answer):
     task = schedules.digits()
-    ends, first = zip(*(_end(answer, task, seed) for seed in core.ragged(0, 10**6, 8)), strict=True)
-    end = statistics.geometric_mean(ends)
+    seeds, found = core.ragged(0, 10**6, 16), []
+    for part in seeds[:8], seeds[8:]:
+        found += [_end(answer, task, seed) for seed in part]
+        ends, first = zip(*found, strict=True)
+        end = statistics.geometric_mean(ends)
+        if not GOAL < end < 1:  # a lost network or two can hide a good schedule: eight more decide
+            break
+    where = f"the last 10 of {STEPS} losses, {len(ends)} networks"
     core.require(
         end <= GOAL,
-        f"the last 10 of {STEPS} losses, 8 networks: expected a mean of at most {GOAL}, got {end:.3g}; begin "
-        f"with a low rate (the first step had {first[0]:.2g}), and raise it to about 0.09 in tens of steps",
+        f"{where}: expected a mean of at most {GOAL}, got {end:.3g}; begin with a low rate (the first step "
+        f"had {first[0]:.2g}), and raise it to about 0.09 in tens of steps",
     )
 
 
@@ -42,7 +48,12 @@ def _end(answer, task, seed):
     net, batches = _Net([seed], 64, 10), schedules.batches(task, seed, STEPS, 256)
     first, *others = net.parameters()
     opt = torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.09)
-    twin, used = copy.deepcopy((net, opt)), []
+    twin, used, outs = copy.deepcopy((net, opt)), [], {}
+
+    def note(net, x, out):
+        outs.setdefault(len(used), out.detach())
+
+    net.register_forward_hook(note)
     opt.register_step_pre_hook(lambda opt, *_: used.append(_options(opt)))
     losses = core.call(answer, net, opt, batches, mutates=(0, 1))
     core.equal(len(used), STEPS, f"calls of opt.step() for {STEPS} batches", "calls")
@@ -57,6 +68,11 @@ def _end(answer, task, seed):
         core.close(b, a, f"batch {k}: the rate of group 1, where group 0 has {a:.3g} (set it in every group)")
     known = "one rate for all steps: set `group['lr']` of every group in `opt.param_groups` before each step"
     core.require(len({a for a, _ in rates}) > 1, f"got {rates[0][0]:.3g}, {known}")
+    for k, (_, y) in enumerate(batches):
+        if k in outs and len(outs[k]) == len(y):
+            loss = F.cross_entropy(outs[k], y).item()
+            if math.isfinite(loss):
+                core.close(losses[k], loss, f"loss {k}, of batch {k} before step {k}", rtol=1e-2)
     net, opt = twin
     for k, (x, y) in enumerate(batches[:5]):  # later steps amplify rounding
         loss = F.cross_entropy(net(x), y)
@@ -128,7 +144,11 @@ def _range(answer, case, fresh):
             scale[1:] = [0.1] * 9 + [4.0] * 89
         low, high = 10 ** random.uniform(-5, -3), 10 ** (random.random() + (1 if case == "explodes" else -2))
         model = nn.Sequential(nn.BatchNorm1d(n), nn.Dropout(0.1), nn.Linear(n, 2), nn.Dropout(0.0))
-        groups = [{"params": [*model[i].parameters()], "lr": lr} for i, lr in ((0, 0.002), (2, 0.01))]
+        # The optimiser does not hold the last bias, whose gradients add up.
+        groups = [
+            {"params": [*model[0].parameters()], "lr": 0.002},
+            {"params": [model[2].weight], "lr": 0.01},
+        ]
         opt = torch.optim.SGD(groups, momentum=0.7) if fresh else torch.optim.Adam(groups, foreach=False)
         batches = [(torch.randn(k, n), torch.randn(k, 2)) for k in core.ragged(6, 19, 3)]
         for x, y in [] if fresh else batches:

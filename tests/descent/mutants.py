@@ -34,6 +34,14 @@ def _walk(clear=True, copy=True, graph=False, flat=0.0, dtype=None):
     return walked
 
 
+def with_functional_gradients(f, start, lr, steps):
+    path = torch.empty(steps + 1, *start.shape, dtype=start.dtype)
+    path[0] = start
+    for k in range(steps):
+        path[k + 1] = path[k] - lr * torch.func.grad(f)(path[k])
+    return path
+
+
 def _leaves_autograd_off(answer):
     def left(*args):
         torch.set_grad_enabled(True)
@@ -206,6 +214,33 @@ def _loop(zero=True, train=True, grad=False, weigh=True, keep=lambda loss: loss.
     return fitted
 
 
+def runs_the_model_twice(model, opt, loss_fn, train, valid, epochs):
+    def ran(x):
+        model(x)
+        return model(x)
+
+    ran.train, ran.eval = model.train, model.eval
+    return fit(ran, opt, loss_fn, train, valid, epochs)
+
+
+def validates_in_one_batch(model, opt, loss_fn, train, valid, epochs):
+    losses, valid_losses = [], []
+    for _ in range(epochs):
+        model.train()
+        for x, y in train:
+            for p in model.parameters():
+                p.grad = None
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(float(loss.detach()))
+        model.eval()
+        with torch.inference_mode():
+            x, y = (torch.cat(parts) for parts in zip(*valid, strict=True))
+            valid_losses.append(loss_fn(model(x), y).item())
+    return losses, valid_losses
+
+
 def freezes_the_model(model, opt, loss_fn, train, valid, epochs):
     losses, valid_losses = [], []
     for _ in range(epochs):
@@ -241,6 +276,15 @@ def prefers_the_middle(images):
     h, w = images.shape[2:]
     return torch.stack(
         [i[:, r : r + h, c : c + w] for i, (r, c) in zip(padded, shifts.tolist(), strict=True)]
+    )
+
+
+def shuffles_the_nine(images):
+    "One image alone never moves otherwise."
+    n, _, h, w = images.shape
+    padded, corners = F.pad(images, (1, 1, 1, 1)), (torch.randperm(n) % 9).tolist()
+    return torch.stack(
+        [i[:, k // 3 : k // 3 + h, k % 3 : k % 3 + w] for i, k in zip(padded, corners, strict=True)]
     )
 
 
@@ -282,17 +326,17 @@ def seed_by_seed(experiment, arms, seeds):
 
 
 RIGHT = {
-    "descent.1": [_walk(), with_an_optimiser],
+    "descent.1": [_walk(), with_an_optimiser, with_functional_gradients],
     "descent.2": [by_length, by_the_quotient],
     "descent.3": [_Variant, torch.optim.SGD],
     "descent.4": [_AdamVariant, torch.optim.Adam],
-    "descent.5": [freezes_the_model, lambda *args: tuple(map(tuple, fit(*args)))],
+    "descent.5": [freezes_the_model, lambda *args: tuple(map(tuple, fit(*args))), validates_in_one_batch],
     "descent.6": [(by_indices, seed_by_seed), (lambda x: by_indices(x.clone()), paired_gains)],
 }
 
 MUTANTS = {
     "descent.1": [
-        _walk(clear=False), _walk(copy=False), _walk(graph=True), _walk(flat=1e-2),
+        _walk(clear=False), _walk(copy=False), _walk(graph=True), _walk(flat=1e-2), _walk(flat=1e-6),
         _walk(dtype=torch.float32), _leaves_autograd_off(descend),
     ],
     "descent.2": [
@@ -308,10 +352,11 @@ MUTANTS = {
     ],
     "descent.5": [
         _loop(zero=False), _loop(train=False), _loop(grad=True), _loop(weigh=False),
-        _loop(keep=lambda loss: loss), _leaves_autograd_off(fit),
+        _loop(keep=lambda loss: loss), _leaves_autograd_off(fit), runs_the_model_twice,
     ],
     "descent.6": [
         (rolls, paired_gains), (moves_all_alike, paired_gains), (prefers_the_middle, paired_gains),
+        (shuffles_the_nine, paired_gains),
         (move, seeds_once), (move, repeats_the_base), (move, gives_shares),
     ],
 }  # fmt: skip

@@ -92,6 +92,37 @@ def top_level_only(net, batches):
     return _renewed(copy.deepcopy(net), batches, norms=slice(1))
 
 
+def resets_the_weights_too(net, batches):
+    renewed = copy.deepcopy(net)
+    for m in renewed.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.reset_parameters()
+    return _renewed(renewed, batches)
+
+
+def freezes_the_copy(net, batches):
+    return _renewed(copy.deepcopy(net).requires_grad_(False), batches)
+
+
+def leaves_its_hooks(net, batches):
+    renewed = copy.deepcopy(net)
+    renewed[1].register_forward_hook(lambda m, x, out: None)
+    return _renewed(renewed, batches)
+
+
+def by_momenta(net, batches):
+    "Right: the momentum 1 / k at batch k gives the plain mean."
+    renewed = copy.deepcopy(net).train()
+    kept = [(m, m.momentum) for m in renewed.modules() if isinstance(m, nn.BatchNorm2d)]
+    for k, x in enumerate(batches, 1):
+        for m, _ in kept:
+            m.momentum = 1 / k
+        renewed(x)
+    for m, momentum in kept:
+        m.momentum = momentum
+    return renewed.eval()
+
+
 # --- resizing.2: any size -----------------------------------------------------------------
 
 
@@ -124,6 +155,30 @@ def _free(net, x, channels=None, pool=None, classes=None, dtype=None):
     head = nn.Linear(channels or body(x).shape[1], classes or net[-1].out_features,
                      dtype=dtype or net[-1].weight.dtype)  # fmt: skip
     return nn.Sequential(*net[:-2], pool or nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+
+
+def in_one_piece(net, x):
+    "Right: the layers stay in the `nn.Sequential` that slicing gives."
+    free = _free(net, x)
+    return nn.Sequential(net[:-2], *free[-3:])
+
+
+def puts_one_mode_back(net, x):
+    mode = net.training
+    net.eval()
+    channels = net[:-2](x).shape[1]
+    net.train(mode)
+    return _free(net, x, channels=channels)
+
+
+def takes_the_first_five(net, x):
+    free = _free(net, x)
+    return nn.Sequential(*net[:5], *free[-3:])
+
+
+def stays_lazy(net, x):
+    last = nn.LazyLinear(net[-1].out_features, dtype=net[-1].weight.dtype)
+    return nn.Sequential(*net[:-2], nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
 
 
 def keeps_the_old_layer(net, x):
@@ -302,6 +357,16 @@ def one_pass_kept(net, opt, cycle, batches, schedule):
     return _loop(net.train(), opt, cycle, list(batches), schedule)
 
 
+def writes_into_the_loader(net, opt, cycle, batches, schedule):
+    def small(side):
+        for x, y in batches:
+            x.data = solutions.resize(x, side)
+            yield x, y
+
+    net.train()
+    return [loss for side in schedule for loss in _loop(net, opt, cycle, small(side), [side])]
+
+
 # --- resizing.5: the callback -------------------------------------------------------------
 
 
@@ -374,6 +439,12 @@ class CutsAPiece(_Sizes):
     def before_batch(self):
         if self.training:
             self.learn.xb = (self.x[..., : self.side(), : self.side()],)
+
+
+class WritesIntoTheLoader(_Sizes):
+    def before_batch(self):
+        if self.training:
+            self.xb[0].data = solutions.resize(self.xb[0], self.side())
 
 
 # --- resizing.6: a budget -----------------------------------------------------------------
@@ -450,8 +521,8 @@ def one_too_many(budget, cost, plan):
 
 
 RIGHT = {
-    "resizing.1": [pytorchs_own, by_hooks],
-    "resizing.2": [by_a_hook, layer_by_layer],
+    "resizing.1": [pytorchs_own, by_hooks, by_momenta],
+    "resizing.2": [by_a_hook, layer_by_layer, in_one_piece],
     "resizing.3": [by_two_matrices, torchvisions],
     "resizing.4": [indices_of_steps, cleared_after_each_step, by_closure],
     "resizing.5": [ReadsTheLearner, AtTheEpoch],
@@ -460,14 +531,16 @@ RIGHT = {
 
 MUTANTS = {
     "resizing.1": [the_last_batch, running_average, on_top_of_the_old, in_place, forgets_the_momentum,
-                   top_level_only, only_norms_in_training],
+                   top_level_only, only_norms_in_training, resets_the_weights_too, freezes_the_copy,
+                   leaves_its_hooks],
     "resizing.2": [keeps_the_old_layer, takes_the_largest, square_images, changes_the_statistics,
-                   forty_classes, float32_always, channels_from_the_last_convolution],
+                   forty_classes, float32_always, channels_from_the_last_convolution, puts_one_mode_back,
+                   takes_the_first_five, stays_lazy],
     "resizing.3": [bilinear_without_antialias, cuts_the_middle_out, float32_for_every_float,
                    float64_through_float32, cuts_the_fraction_off, image_by_image],
     "resizing.4": [rate_by_epoch, gradients_add_up, in_evaluation_mode, an_epoch_late, sides_sorted,
-                   one_pass_kept],
-    "resizing.5": [ValidatesSmall, HidesTheBatch, AnEpochEarly, UsedUp, CutsAPiece],
+                   one_pass_kept, writes_into_the_loader],
+    "resizing.5": [ValidatesSmall, HidesTheBatch, AnEpochEarly, UsedUp, CutsAPiece, WritesIntoTheLoader],
     "resizing.6": [below_the_budget, rounds_to_the_nearest, shares_of_the_budget, equal_stages, whole_rounds,
                    one_too_many],
 }  # fmt: skip

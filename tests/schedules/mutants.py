@@ -73,6 +73,15 @@ sets_the_rate_after_the_step = _loop(_warm, before=False)
 never_zeroes_the_gradients = _loop(_warm, zero=False)
 
 
+def stays_high(net, opt, batches):
+    "Right: a warm-up, and no way down."
+    return _loop(lambda k, steps: 0.09 * min(1, (k + 1) / 50))(net, opt, batches)
+
+
+def gives_the_lowest_loss_so_far(net, opt, batches):
+    return list(itertools.accumulate(_loop(_warm)(net, opt, batches), min))
+
+
 def keeps_tensors(net, opt, batches):
     return [torch.tensor(v) for v in _loop(_warm)(net, opt, batches)]
 
@@ -123,12 +132,15 @@ def knows_its_own_divisors(t, peak, warmup, div, div_final, moms):
 # --- schedules.3: a range test that restores everything -------------------------------------
 
 
-def _test(restore=(), stop=4, nan=True, indexed=False, cycle=False, train=True):
+def _test(restore=(), stop=4, nan=True, indexed=False, cycle=False, train=True, held=False):
     "A range test that puts back all state but what is in `restore`; the rest brings single mistakes in."
 
     def range_test(model, opt, loss_fn, batches, low, high, steps):
         kept = {id(t): t.detach().clone() for t in [*model.parameters(), *model.buffers()]}
         state, grads = copy.deepcopy(opt.state_dict()), [p.grad for p in model.parameters()]
+        grads = [None if g is None else g.clone() for g in grads]
+        if held:
+            grads = [p.grad for p in model.parameters()]
         modes, python, cpu = [m.training for m in model.modules()], random.getstate(), torch.get_rng_state()
         if train:
             model.train()
@@ -182,6 +194,7 @@ forgets_batch_norm = _test({"statistics"})
 forgets_the_averages = _test({"averages"})
 forgets_the_gradients = _test({"grads"})
 restores_one_mode = _test({"modes"})
+keeps_the_gradients_own_memory = _test(held=True)
 forgets_torchs_numbers = _test({"torch"})
 goes_on_at_nan = _test(nan=False)
 stops_at_twice = _test(stop=2)
@@ -337,7 +350,7 @@ for _name, _answer_ in list(globals().items()):
         _answer_.__name__ = _answer_.__qualname__ = _name  # made by another function, named after its mistake
 
 RIGHT = {
-    "schedules.1": [by_schedulers, by_a_table],
+    "schedules.1": [by_schedulers, by_a_table, stays_high],
     "schedules.2": [by_numpy, by_recursion],
     "schedules.3": [on_a_copy, in_place],
     "schedules.4": [always_shifts, by_lanczos],
@@ -347,7 +360,7 @@ RIGHT = {
 MUTANTS = {
     "schedules.1": [
         constant_and_high, constant_and_low, sets_the_first_group_only,
-        sets_the_rate_after_the_step, never_zeroes_the_gradients, keeps_tensors,
+        sets_the_rate_after_the_step, never_zeroes_the_gradients, keeps_tensors, gives_the_lowest_loss_so_far,
     ],
     "schedules.2": [
         raises_momentum_with_the_rate, divides_the_first_rate_at_the_end, climbs_in_a_line,
@@ -356,7 +369,7 @@ MUTANTS = {
     "schedules.3": [
         forgets_batch_norm, forgets_the_averages, forgets_the_gradients, restores_one_mode,
         forgets_torchs_numbers, goes_on_at_nan, stops_at_twice, indexes_the_batches,
-        keeps_the_first_pass, tests_in_eval_mode,
+        keeps_the_first_pass, tests_in_eval_mode, keeps_the_gradients_own_memory,
     ],
     "schedules.4": [
         starts_from_a_ramp, gives_the_largest_in_size, takes_its_size, builds_the_matrix,
