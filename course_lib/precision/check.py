@@ -52,9 +52,8 @@ def _follow(answer, dtype, make):
         # Some gradients are missing, and some are zeros, with which decay and momentum still act.
         grads = [torch.randn(s).to(dtype) * (i != 5) if i % 3 != j else None for j, s in enumerate(SHAPES)]
         if i == 11:  # an overflow, which the optimizer must not hide
-            grads[1][random.sample(range(7), 2)] = torch.tensor(
-                [random.choice([-1, 1]) * math.inf, math.nan]
-            ).to(dtype)
+            a, b = random.sample(range(7), 2)
+            grads[1][a], grads[1][b] = random.choice([math.inf, -math.inf]), math.nan
         for p, w, g in zip(params, want, core.clone(grads), strict=True):
             p.grad, w.grad = g, None if g is None else g.double()
         oracle.step()
@@ -350,7 +349,7 @@ def _bits(code, fmt):
 
 def _numbers(line):
     "Numbers for a format: all sizes and beyond, ties and their close neighbours, both zeros."
-    found = [0.0, -0.0, line[-1], 1.5 * line[-1], 1e3 * line[-1], line[1] / 2, 0.51 * line[1], -1.7e308]
+    found = [0.0, -0.0, line[-1], 1.5 * line[-1], 1e3 * line[-1], line[1] / 2, 0.51 * line[1]]
     for low in [0, 1, *(random.randrange(len(line) - 1) for _ in range(60))]:
         a, b = line[low : low + 2]
         near = [(a + b) / 2 * (1 + s * 2**-40) for s in (-1, 0, 1)]
