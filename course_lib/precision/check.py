@@ -43,14 +43,17 @@ def master_weights(answer):
 
 
 def _follow(answer, dtype, make):
-    params = [nn.Parameter(torch.randn(s).to(dtype)) for s in SHAPES]
+    starts = [torch.randn(s) for s in SHAPES]
+    starts[0] = torch.randn(SHAPES[0][::-1]).t()  # not contiguous
+    params = [nn.Parameter(start.to(dtype)) for start in starts]
     want = [p.detach().double() for p in params]
     mine, oracle = core.call(answer, params, make, mutates=(0,)), make(want)
     for i in range(12):
         # Some gradients are missing, and some are zeros, with which decay and momentum still act.
         grads = [torch.randn(s).to(dtype) * (i != 5) if i % 3 != j else None for j, s in enumerate(SHAPES)]
         if i == 11:  # an overflow, which the optimizer must not hide
-            grads[1][random.randrange(7)] = random.choice([math.inf, -math.inf, math.nan])
+            a, b = random.sample(range(7), 2)
+            grads[1][a], grads[1][b] = random.choice([math.inf, -math.inf]), math.nan
         for p, w, g in zip(params, want, core.clone(grads), strict=True):
             p.grad, w.grad = g, None if g is None else g.double()
         oracle.step()
@@ -66,6 +69,7 @@ def _follow(answer, dtype, make):
             off = int((_finite(p) != _finite(rounded)).sum())
             hint = "are not their master rounded; write into the parameters themselves, in place"
             core.require(p.dtype == dtype and not off, f"{what}: {off} of {p.numel()} elements {hint}")
+            core.require(p.requires_grad, f"{what}: the parameter no longer requires a gradient")
 
 
 @core.exercise("precision.2", "every number goes to a neighbour, exact ones stay, means right within 7 sigma")
@@ -137,6 +141,10 @@ def scaler(answer):
     p.grad, opt, mine = torch.full((5,), 3e38), torch.optim.SGD([p], lr=1e-38), core.call(answer, 2.0)
     core.call(mine.step, opt, mutates=(0,))
     core.close(p, torch.full((5,), -1.5), "weights after finite gradients of 3e38, whose norm is infinite")
+    scaled = core.call(mine.scale, loss := torch.randn((), requires_grad=True), mutates=(0,))
+    found = torch.autograd.grad(scaled, loss, allow_unused=True)[0] if scaled.requires_grad else None
+    core.require(found is not None, "no gradient flows from scale(loss) to loss: multiply the tensor itself")
+    core.close(found, torch.tensor(2.0), "the gradient of scale(loss) where the factor is 2")
 
 
 def _drive(answer, factor, growth, backoff, interval, second):

@@ -56,9 +56,10 @@ def run_segments(answer):
         for b in blocks:
             b.calls = 0
         what = f"{n} blocks, segment={segment}" + ", x without a gradient" * (not x.requires_grad)
-        given = blocks, x, segment
+        given = list(blocks), x, segment
         y, got, held = _step(lambda given=given: core.call(answer, *given, mutates=(0, 1)), leaves)
         core.close(y, want, f"{what}: the result", 1e-9, 1e-12)
+        core.require(given[0] == blocks, f"{what}: the list `blocks` was changed")
         same = flags == [x.requires_grad, *(b.training for b in blocks)]
         core.require(same, f"{what}: x.requires_grad or a block's training mode was changed")
         calls, times = [b.calls for b in blocks], 2 if segment else 1
@@ -95,6 +96,9 @@ def again(answer):
         want, grads, _ = _step(lambda x=x, f=fns: f[1](f[0](x).sin()), leaves)
         for fn in fns:
             fn.calls = 0
+        for leaf in leaves:  # of a batch before, whose gradients are still to be added to
+            leaf.grad = torch.full_like(leaf, 7.0)
+        before = [leaf.grad for leaf in leaves]
 
         def both(x=x, fns=fns, given=given):
             for fn, p in zip(fns, given, strict=True):
@@ -112,6 +116,8 @@ def again(answer):
         )
         alive = f"{what}: bytes alive after the forward pass (results and inputs, no value from inside fn)"
         core.equal(held, 3 * want.nbytes, alive, "bytes")
+        kept = all(p.grad is b and bool((b == 7).all()) for p, b in zip(leaves, before, strict=True))
+        core.require(kept, f"{what}: backward changed .grad; return the gradients")
         for leaf, g, w in zip(leaves, got, grads, strict=True):
             name = {id(x): "x", id(spare): "a parameter that fn doesn't use"}.get(
                 id(leaf), f"a {list(leaf.shape)}"
@@ -120,9 +126,8 @@ def again(answer):
             core.require(w is not None or g is None, f"{what}: {name} should get None, and got a gradient")
             if w is not None:
                 core.close(g, w, f"{what}: the gradient of {name}", 1e-9, 1e-12)
-        core.require(
-            all(p.grad is None for p in leaves), f"{what}: backward changed .grad; return the gradients"
-        )
+                graph = f"{what}: the gradient of {name} keeps a graph alive (is create_graph set?)"
+                core.require(not g.requires_grad, graph)
         same = flags == [t.requires_grad for t in (x, *given[0], *given[1])]
         core.require(same, f"{what}: whether x or a parameter needs a gradient was changed")
 
@@ -131,9 +136,10 @@ def again(answer):
 def same_random(answer):
     core.need_callable(answer)
     for _ in range(6):
-        n, m, start, broken = *core.ragged(2, 9, 2), random.randrange(10**6), []
+        n, m, start, broken, ran = *core.ragged(2, 9, 2), random.randrange(10**6), [], []
 
-        def noisy(x, n=n, broken=broken):
+        def noisy(x, n=n, broken=broken, ran=ran):
+            ran.append(x)
             out = x + torch.rand(n) + torch.dropout(torch.ones(n), 0.5, True)
             if broken:
                 raise ZeroDivisionError("planted by the check")
@@ -152,14 +158,20 @@ def same_random(answer):
             wanted = 1 + want[2 * (run is second)]
             core.close(core.call(run, 1.0), wanted, f"later call number {k + 1}, x larger by 1", 1e-6, 1e-6)
         core.close(torch.rand(m), want[3], "what the generator draws after later calls", 0, 0)
-        later = core.call(first, torch.zeros(n, requires_grad=True))
-        core.require(later.requires_grad, "a later call: no gradient passes through its result")
+        core.equal(len(ran) - 2, 5, "calls of fn in five calls of run")  # two were the check's own
+        x = torch.zeros(n, requires_grad=True)
+        later = core.call(first, x, mutates=(0,))
+        passes = later.requires_grad and torch.autograd.grad(later.sum(), x, allow_unused=True)[0]
+        none = "a later call: no gradient passes through its result"
+        core.require(isinstance(passes, torch.Tensor), none)
+        core.close(passes, torch.ones(n), "a later call: the gradient of the sum of its result")
         broken.append(True)
         try:
             first(0.0)
         except ZeroDivisionError:
             broken.clear()
         core.require(not broken, "an error of fn should come out of run")
+        core.close(core.call(first, 0.0), want[0], "a later call after one that raised", 0, 0)
         core.close(torch.rand(m), want[4], "what the generator draws after a later call that raised", 0, 0)
 
 

@@ -7,6 +7,7 @@ queue with a virtual clock: the same program gives the same times on every machi
 import contextlib
 import json
 import random
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -55,13 +56,19 @@ def counting():
 
 
 class _Copies(TorchFunctionMode):
-    "Counts copies from ordinary memory to torch's meta device."
+    "Counts copies from ordinary memory to torch's meta device, and lets copies from it pass that don't wait."
 
     n = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        out, name = func(*args, **(kwargs or {})), func.__name__
-        if name in ("tensor", "as_tensor", "new_tensor", "to") and out.device.type == "meta":
+        name = func.__name__
+        try:
+            out = func(*args, **(kwargs or {}))
+        except NotImplementedError:
+            if not ((kwargs or {}).get("non_blocking") or any(a is True for a in args)):
+                raise
+            return args[0] if name == "copy_" else torch.zeros(args[0].shape, dtype=args[0].dtype)
+        if name in ("tensor", "as_tensor", "asarray", "new_tensor", "to") and out.device.type == "meta":
             data = [*args, *(kwargs or {}).values()][name == "new_tensor"]
             self.n += not isinstance(data, torch.Tensor) or data.device.type == "cpu"
         return out
@@ -70,13 +77,14 @@ class _Copies(TorchFunctionMode):
 def on_meta(fn, *args):
     """Call `fn` on the meta device, which has no values and stands for a GPU.
 
-    Gives the number of copies from ordinary memory to it, and what was raised where devices are mixed.
+    Gives the number of copies from ordinary memory to it, and what was raised where devices are mixed or a
+    tensor is copied from it.
     """
     with _Copies() as copies:
         try:
             fn(*args)
         except Exception as e:  # most others only say that a value is missing
-            return copies.n, str(e) if "on the expected device" in str(e) else None
+            return copies.n, str(e) if re.search("on the expected device|out of meta", str(e)) else None
     return copies.n, None
 
 

@@ -82,6 +82,18 @@ class FreesTheGradients(Masters):
             p.grad = None
 
 
+class FreezesTheParameters(Masters):
+    def back(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            p.requires_grad_(False).copy_(m)
+
+
+class WritesContiguousOnesOnly(Masters):
+    def back(self):
+        for p, m in zip(self.params, self.master, strict=True):
+            p.flatten().copy_(m.flatten())
+
+
 class ByData(solutions.MasterWeights):
     def step(self):
         for p, m in zip(self.params, self.master, strict=True):
@@ -230,6 +242,11 @@ class BindsNewGradients(solutions.Scaler):
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             p.grad = None if p.grad is None else p.grad.clone()
         super().unscale_(optimizer)
+
+
+class ScalesANumber(solutions.Scaler):
+    def scale(self, loss):
+        return torch.tensor(loss.item() * self.factor, requires_grad=True)
 
 
 class OfSets:
@@ -480,12 +497,13 @@ RIGHT = {
 }
 MUTANTS = {
     "precision.1": [BindsNewParameters, RoundsTheMasterToo, KeepsTheLastGradient, SkipsGradientsOfZero,
-                    RoundsToBfloat16Always, HidesAnOverflow, FreesTheGradients],
+                    RoundsToBfloat16Always, HidesAnOverflow, FreesTheGradients, FreezesTheParameters,
+                    WritesContiguousOnesOnly],
     "precision.2": [rounds_to_nearest, a_coin_for_every_number, one_random_number_for_a_row,
                     eight_random_bits, the_same_random_numbers_again, a_nan_of_other_bits_is_lost,
                     each_random_number_and_its_opposite, subnormals_become_zero],
     "precision.3": [LooksAtTheFirstGroup, AdaptsInStep, OneOptimizerStopsTheOther, UnscalesTwice, SeesTheNorm,
-                    NeverCountsAgain, NotesByClass, BindsNewGradients],
+                    NeverCountsAgain, NotesByClass, BindsNewGradients, ScalesANumber],
     "precision.4": [_loop(inside=False), _loop(backward_inside=True), _loop(clip="before"),
                     _loop(divide=False), _loop(update_each=True), _loop(clear_first=False),
                     all_batches_first, _loop(device="cpu"),

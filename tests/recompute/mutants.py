@@ -88,6 +88,13 @@ def equal_segments(blocks, x, segment):
     return x if segment else nn.Sequential(*blocks)(x)
 
 
+def empties_the_list(blocks, x, segment):
+    while segment and blocks:
+        part = [blocks.pop(0) for _ in range(min(segment, len(blocks)))]
+        x = checkpoint(nn.Sequential(*part), x, use_reentrant=False)
+    return nn.Sequential(*blocks)(x)
+
+
 def trains_all(blocks, x, segment):
     return solutions.run_segments([block.train() for block in blocks], x, segment)
 
@@ -169,6 +176,28 @@ def _into_grad(ctx, grad):
     with torch.enable_grad():
         ctx.fn(x).backward(grad)
     return None, x.grad, *[None] * len(ctx.parameters)
+
+
+def _clears_grad(ctx, grad):
+    x, *parameters = ctx.saved_tensors
+    x = x.detach().requires_grad_(ctx.needs_input_grad[1])
+    for p in parameters:
+        p.grad = None
+    with torch.enable_grad():
+        ctx.fn(x).backward(grad)
+    found = [t.grad for t in (x, *parameters)]
+    for p in parameters:
+        p.grad = None
+    return None, *found
+
+
+def _with_a_graph(ctx, grad):
+    x, *parameters = ctx.saved_tensors
+    x = x.detach().requires_grad_(ctx.needs_input_grad[1])
+    wanted = [t for t in (x, *parameters) if t.requires_grad]
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(ctx.fn(x), wanted, grad, create_graph=True, allow_unused=True))
+    return None, *(next(found) if t.requires_grad else None for t in (x, *parameters))
 
 
 def _fn_twice(ctx, grad):
@@ -300,6 +329,40 @@ def without_gradient(fn):
     return later
 
 
+def gradient_of_nothing(fn):
+    run = solutions.same_random(fn)
+    return lambda x: run(x).detach().requires_grad_(isinstance(x, torch.Tensor))
+
+
+def by_a_generator_that_ends(fn):
+    def results():
+        x, state = (yield), torch.get_rng_state()
+        x = yield fn(x)
+        while True:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state)
+                out = fn(x)
+            x = yield out
+
+    made = results()
+    next(made)
+    return made.send
+
+
+def runs_fn_to_look(fn):
+    run = solutions.same_random(fn)
+    looked = []
+
+    def later(x):
+        if not looked:
+            looked.append(True)
+            with torch.random.fork_rng(devices=[]):
+                fn(x)
+        return run(x)
+
+    return later
+
+
 def returns_the_first_result(fn):
     kept = []
 
@@ -418,6 +481,7 @@ MUTANTS = {
         named("a lambda that sees the last segment", binds_late),
         named("segments of nearly equal length", equal_segments),
         named("puts every block into training mode", trains_all),
+        named("empties the list", empties_the_list),
         named("each block alone", each_block_alone),
         named("nothing is checkpointed", never),
         named("other dropout masks in the second run", other_masks),
@@ -432,6 +496,8 @@ MUTANTS = {
         named("calls fn twice in backward", _variant(_fn_twice)),
         named("a stack of functions", _variant(_last_fn, _notes_globally)),
         named("zeros for an unused parameter", _variant(_zeros)),
+        named("clears .grad", _variant(_clears_grad)),
+        named("gradients with a graph", _variant(_with_a_graph)),
         named("gradient of x only", _variant(_x_only)),
     ],
     "recompute.3": [
@@ -442,6 +508,9 @@ MUTANTS = {
         named("does not put it back after an error", _remembering(careful=False)),
         named("one state for all functions", shares_one_state),
         named("no gradient in later calls", without_gradient),
+        named("a gradient of nothing", gradient_of_nothing),
+        by_a_generator_that_ends,
+        named("runs fn once more at first", runs_fn_to_look),
         named("the first result again", returns_the_first_result),
     ],
     "recompute.4": [

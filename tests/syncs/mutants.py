@@ -20,7 +20,8 @@ REFERENCE = {number: getattr(solutions, names[0]) for number, names in solutions
 # --- syncs.1: seven syncs --------------------------------------------------------------
 
 
-def _train(model, opt, batches, log, every, *, clip=None, worst=None, guess_of=None, say=None, unknown=True):
+def _train(model, opt, batches, log, every, *, clip=None, worst=None, guess_of=None, say=None, unknown=True,
+           keep=None):  # fmt: skip
     "The course's loop, in which some parts can be done otherwise."
     best, right, guesses, hardest, kept = None, 0, 0, [], []
     for step, (x, y) in enumerate(batches):
@@ -42,7 +43,7 @@ def _train(model, opt, batches, log, every, *, clip=None, worst=None, guess_of=N
         best = loss if best is None else torch.minimum(best, loss)
         hardest.append(worst(x, each) if worst else x[each.argmax()[None]])
         if step % every == 0:
-            (say or kept.append)((step, loss))
+            (say or kept.append)((step, keep(step, loss) if keep else loss))
     for step, loss in kept:
         log(f"step {step}: loss {loss:.4f}")
     found = {"best": best.item(), "right": right.item(), "guesses": guesses.tolist()}
@@ -140,6 +141,19 @@ def counts_on_another_device(*args):
 def keeps_every_batch(*args):
     kept = []
     return _train(*args, worst=lambda x, each: kept.append(x) or x[each.argmax()[None]])
+
+
+def writes_losses_to_ordinary_memory(*args):
+    losses = torch.zeros(100)
+    return _train(*args, keep=lambda step, loss: losses[step].copy_(loss))
+
+
+def converts_to_a_tensor_of_the_cpu(*args):
+    return _train(*args, keep=lambda step, loss: loss.double().type(torch.FloatTensor))
+
+
+def sets_training_mode(model, *rest):
+    return solutions.train(model.train(), *rest)
 
 
 def changes_the_labels(model, opt, batches, log, every):
@@ -294,6 +308,41 @@ class LeavesTheThread(solutions.NanWatch):
         return self.bad.is_set()
 
 
+class EndsWhereThereIsRoom(solutions.NanWatch):
+    def finish(self):
+        self.copies.put_nowait(None)
+        self.thread.join()
+        return self.bad.is_set()
+
+
+class SpinsInTheCall(solutions.NanWatch):
+    def __call__(self, loss):
+        copy = self.fetch(loss)
+        while self.copies.full():
+            pass
+        self.copies.put(copy)
+        return self.bad.is_set()
+
+
+class SpinsFromTheFirstCall(solutions.NanWatch):
+    def __init__(self, fetch, within):
+        self.fetch, self.copies, self.bad = fetch, queue.Queue(within - 1), threading.Event()
+        self.thread = None
+
+    def look(self):
+        copy = 0
+        while copy is not None:
+            if not self.copies.empty() and (copy := self.copies.get()) is not None:
+                copy.wait()
+                self.bad.set() if not math.isfinite(copy.read()) else None
+
+    def __call__(self, loss):
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.look, daemon=True)
+            self.thread.start()
+        return super().__call__(loss)
+
+
 class KeepsEveryLoss(solutions.NanWatch):
     def __call__(self, loss):
         self.losses = [*getattr(self, "losses", []), loss]
@@ -420,6 +469,21 @@ def without_a_gradient(x, lengths):
     return solutions.pool(x.detach(), lengths)
 
 
+def into_ordinary_memory(x, lengths):
+    out = torch.zeros(x.shape[0], x.shape[2], dtype=x.dtype)
+    return out.copy_(solutions.pool(x, lengths))
+
+
+def a_gradient_of_nothing(x, lengths):
+    return solutions.pool(x.detach(), lengths).requires_grad_()
+
+
+def with_a_zero_of_ordinary_memory(x, lengths):
+    inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    zero = torch.asarray(0.0, dtype=x.dtype, device=x.device)
+    return torch.where(inside[..., None], x, zero).sum(1) / lengths[:, None].clamp(min=1)
+
+
 def cleans_nan_first(x, lengths):
     return solutions.pool(x.nan_to_num(nan=0.0), lengths)
 
@@ -524,14 +588,16 @@ MUTANTS = {
     "syncs.1": [leaves_the_index, reads_late_but_within_the_loop, takes_all_batches_first, logs_every_step,
                 scales_every_gradient_to_one, the_hardest_may_be_unknown, counts_by_an_operator_that_waits,
                 copies_a_number_in_every_step, counts_on_another_device,
-                keeps_every_batch, changes_the_labels],
+                keeps_every_batch, changes_the_labels, writes_losses_to_ordinary_memory,
+                converts_to_a_tensor_of_the_cpu, sets_training_mode],
     "syncs.2": [WaitsInTheCall, AnyNumberMayWait, OneMoreMayWait, StopsLookingAtTheFirst, ReadsWithoutWaiting,
                 CopiesOnTheThread, MissesInfinity, LeavesTheThread, KeepsEveryLoss, WaitsForASecond,
-                LosesWhatIsLate],
+                LosesWhatIsLate, EndsWhereThereIsRoom, SpinsInTheCall, SpinsFromTheFirstCall],
     "syncs.3": [kernels_only, forgets_kernels_under_kernels, the_innermost_operator,
                 an_operator_of_another_process, any_call_that_synchronizes],
     "syncs.4": [multiplies_by_the_mask, a_loop_over_the_rows, by_a_boolean_mask, by_segments,
-                always_single_precision, cleans_nan_first, without_a_gradient],
+                always_single_precision, cleans_nan_first, without_a_gradient, into_ordinary_memory,
+                a_gradient_of_nothing, with_a_zero_of_ordinary_memory],
     "syncs.5": [OnlyUnusual, OnlyLonger, EightStandardDeviations, FastOnesToo, KeepsEveryStep,
                 IgnoresItsArguments, LearnsFromOrdinarySteps],
 }  # fmt: skip
