@@ -644,7 +644,7 @@ RIGHT = {
     "fusion.2": [by_closures, with_a_class_of_its_own],
     "fusion.3": [loads_where_it_uses, with_other_names, with_names_and_comments_of_its_own],
     "fusion.4": [CountingClass, by_the_interpreter],
-    "fusion.5": [with_a_factor, with_relu],
+    "fusion.5": [with_a_factor, with_relu, with_cond],
     "fusion.6": [MovingMean, KeepsThePower],
 }
 MUTANTS = {
