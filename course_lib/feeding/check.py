@@ -155,10 +155,10 @@ def _tensor(got, dtype, shape, what):
 def pack_row(pack_row, document_mask):
     for answer in (pack_row, document_mask):
         core.need_callable(answer)
-    for room in (0, 1, random.randint(5, 9)):  # with 0 nothing is padded
-        sizes = [*core.ragged(2, 12, 4), 1]
+    for room in (0, 1, random.randint(5, 9), None):  # with 0 nothing is padded; at last one document fills it
+        sizes = [*core.ragged(2, 12, 4), 1] if room is not None else core.ragged(2, 12, 1)
         random.shuffle(sizes)
-        documents, context = [torch.randint(23, (n,)) for n in sizes], sum(sizes) + room
+        documents, context = [torch.randint(23, (n,)) for n in sizes], sum(sizes) + (room or 0)
         what, reader = f"documents of {sizes} tokens in a row of {context}", _Reader(24, context)
         row = _row(pack_row, document_mask, documents, context, what)
         each, starts = reader.losses(*row), [0, *itertools.accumulate(sizes)]

@@ -85,11 +85,11 @@ def _recipe(case, count):
             (BINARY[reflected], reflected, (number, a), {}),
             (operator.neg, "neg", (a,), {}),
             (operator.methodcaller(name), name, (a,), {}),
-            (lambda a, b: a.maximum(b), "maximum", (a, b), {}),
+            (_method("maximum"), "maximum", *[((a, b), {}), ((a,), {"other": b})][case % 2]),
             (getattr(torch, name), name, (a,), {}),
             [(torch.sub, "sub", (number, a), {}), (torch.sub, "sub", (a, b), {"alpha": 2.5})][case % 2],
             (torch.maximum, "maximum", (a,), {"other": b}),
-            (lambda a, **named: a.clamp(**named), "clamp", (a,), {"min": number}),
+            (_method("clamp"), "clamp", *[((a,), {"min": number}), ((a, number, number + 1), {})][case % 2]),
             (operator.pow, "pow", (a, 2), {}),
             (getattr(operator, way), way, (a, b if case % 2 else number), {}),
             (torch.clamp, "clamp", (a,), {"max": 1.5} if case % 2 else {"min": number, "max": number + 1}),
@@ -103,6 +103,10 @@ def _recipe(case, count):
         values = [*values, f"v{len(steps) - 1}"]
     last = f"v{len(steps) - 1}"
     return steps, [[last], [random.choice(values), last], [last], [last, "in0", last]][case % 4]
+
+
+def _method(name):
+    return lambda a, *given, **named: getattr(a, name)(*given, **named)
 
 
 def _run(steps, results, args):
@@ -140,6 +144,8 @@ def capture(answer):
             args, named = fx.map_arg((node.args, dict(node.kwargs)), names.get)
             if node.op == "call_function":
                 op = {"truediv": "div"}.get(node.target.__name__, node.target.__name__)
+                own = node.target in (getattr(torch, op, 0), getattr(operator, node.target.__name__, 0))
+                core.require(own, f"expected torch.{op}, the graph calls {node.target}{where}")
                 got.append(_line(names[node], op, args, named))
             elif node.op == "output":
                 last = tuple(args[0]) if isinstance(args[0], list) else args[0]
@@ -306,7 +312,7 @@ def standardise(answer):
         sides = [float(x.mean()) + s * random.uniform(0.05, 0.3) for s in random.sample([-1, 1], 2)]
         calls = [(x, 5.0), (x.double() - 1, 5.0)] if case == 3 else [(x, s) for s in sides]
         exact = torch.tensor([[1.0, 3.0], [2.0, 6.0]]) + random.randrange(9)
-        calls = [(exact, exact.mean().item())] if case == 2 else calls
+        calls = [(exact.requires_grad_(), exact.mean().item())] if case == 2 else calls
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             _right([core.call(answer, *c) for c in calls], calls, "")
         core.require(not printed.getvalue(), f"expected nothing printed, got {printed.getvalue()[:40]!r}")
@@ -325,7 +331,8 @@ def standardise(answer):
 
 
 def _right(results, calls, how):
-    for got, (x, limit) in zip(results, calls, strict=True):
+    for got, (given, limit) in zip(results, calls, strict=True):
+        x = given.detach()
         mean = float(x.mean())
         side = "above" if mean > limit else "below" if mean < limit else "equal to"
         what = f"{how}{core.shapes((x,))[1:-1]} whose mean is {side} the limit"
@@ -333,7 +340,11 @@ def _right(results, calls, how):
         core.close(peak, x.abs().max(), f"{what}: peak", rtol=1e-5)
         z = x.double() - x.double().mean(0, keepdim=True) * (side == "above")
         z = z / (1 + math.sqrt(float((z - z.mean()).square().sum()) / (z.numel() - 1)))
-        core.require(getattr(y, "dtype", 0) == x.dtype, f"{what}: y: expected {x.dtype}, got {core.kind(y)}")
+        for name, t in (("y", y), ("peak", peak)):
+            right = getattr(t, "dtype", 0) == x.dtype
+            core.require(right, f"{what}: {name}: expected {x.dtype}, got {core.kind(t)}")
+        lost = given.requires_grad and not y.requires_grad
+        core.require(not lost, f"{what}: y: expected a gradient as in careless, got a result without one")
         core.close(y, z * sum(v for v in z.flatten().tolist() if v > 0), f"{what}: y", rtol=1e-3, atol=1e-4)
 
 

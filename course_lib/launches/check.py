@@ -16,7 +16,7 @@ from course_lib.checking import yours  # noqa: F401
 HANDS = ["cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync",
          "cudaMemsetAsync", "cuLaunchKernel", "cudaLaunchCooperativeKernel", "cudaMemcpy",
          "cuMemsetD32Async"]  # fmt: skip
-IDLE = ["cudaStreamSynchronize", "cudaEventRecord", "cudaStreamIsCapturing", "cudaMalloc"]
+IDLE = ["cudaStreamSynchronize", "cudaEventRecord", "cudaStreamIsCapturing", "cudaMalloc", "cudaMemGetInfo"]
 WORK = ["kernel", "gpu_memcpy", "gpu_memset"]
 
 
@@ -31,18 +31,21 @@ def launch_report(answer):
         what = f"a trace of {len(events)} events"
         core.equal(got[0], len(handed), f"{what}: calls that hand over work")
         core.equal(got[1], len(work), f"{what}: pieces of work")
-        busy = {t for e in work for t in range(e["ts"], e["ts"] + e["dur"])}  # whole µs
+        spans = [(int(4 * e["ts"]), int(4 * (e["ts"] + e["dur"]))) for e in work]
+        busy = {t for start, end in spans for t in range(start, end)}  # quarters of a µs
         want = len(busy) / (max(busy) + 1 - min(busy)) if busy else 0.0
         core.close(got[2], want, f"{what}: the part of the time in which work runs", 1e-9, 1e-12)
 
 
 def _trace(works):
-    "Random events in whole µs, in any order; some have names or kinds that mislead."
+    "Random events in quarters of a µs, in any order; some have names or kinds that mislead."
     kinds = [(random.choice(["cuda_runtime", "cuda_driver"]), random.choice(HANDS + IDLE)) for _ in range(9)]
     kinds += [(random.choice(WORK), random.choice(["LaunchBounds<4>", "gemm"])) for _ in range(works)]
     kinds += [("cpu_op", "aten::Launch"), ("user_annotation", "Memset"), ("gpu_user_annotation", "step")]
-    found = [{"ph": "X", "cat": cat, "name": name, "ts": random.randrange(500, 700)} for cat, name in kinds]
-    found = [e | {"tid": random.randrange(3), "dur": random.randrange(1, 60)} for e in found]
+    found = [{"ph": "X", "cat": cat, "name": name, "tid": random.randrange(3)} for cat, name in kinds]
+    found = [e | {"ts": random.randrange(2000, 2800) / 4, "dur": random.randrange(1, 240) / 4} for e in found]
+    for dur in (1, 1, 20) * (works > 1):  # pieces of other streams that begin, and even end, together
+        found.append(found[9] | {"tid": random.randrange(3, 6), "dur": found[9]["dur"] + dur})
     found += [{"ph": "i", "cat": cat, "name": HANDS[0], "ts": 10} for cat in ("cuda_runtime", "kernel")]
     return random.sample(found, len(found))
 
@@ -186,14 +189,15 @@ def graphed_step(answer):
             side.wait_stream(gpu.current_stream())
             with gpu.stream(side if case % 2 else gpu.current_stream()):
                 graphed = _on_gpu("making a GraphedStep", answer, work, examples, work.state, gpu)
-                work.was_made(random_state)
+                work.was_made(random_state, kept)
                 _same(examples, kept, "making it changed the examples")
                 _same(work.state, state, "after it was made, a tensor of the state (the warm-up trains)")
-                for _ in range(4):
+                for call in range(4):
                     inputs, random_state = work.batch(rows), torch.get_rng_state()
-                    given = _kept(inputs)
-                    got = _on_gpu("a call", graphed, *inputs)
-                    _same(inputs, given, "a call changed its inputs")
+                    # Same shape and dtype in another order of memory is no reason to refuse.
+                    given = [inputs[0].mT.contiguous().mT if call % 2 else inputs[0], inputs[1]]
+                    got = _on_gpu("a call", graphed, *given)
+                    _same(given, inputs, "a call changed its inputs")
                     core.equal(len(work.streams), 4, "calls of step after a replay, which runs no Python")
                     after, random_after = _kept(work.state), torch.get_rng_state()
                     _put_back(work.state, state)
@@ -210,13 +214,18 @@ def graphed_step(answer):
             alive = weakref.ref(work)
             del work
             core.require(alive() is not None, "the object doesn't keep step: a graph keeps no tensor alive")
+    what = "a step of one input without a state"
+    with launches.Device() as gpu:
+        double = _on_gpu(f"{what}: making it", answer, lambda x: 2 * x, [torch.zeros(3).to("cuda")], [], gpu)
+        got = _on_gpu(what, double, torch.ones(3).to("cuda"))
+        core.close(got, torch.full((3,), 2.0), f"{what}: twice a tensor of ones", 0, 0)
 
 
 class _Work:
     "A step with momentum and random numbers, of two inputs; it notes on which stream it is called."
 
     def __init__(self, gpu, width, classes):
-        self.gpu, self.width, self.classes, self.streams = gpu, width, classes, []
+        self.gpu, self.width, self.classes, self.streams, self.given = gpu, width, classes, [], []
         self.state = [torch.randn(width, classes).to("cuda").requires_grad_(needs) for needs in (True, False)]
 
     def batch(self, rows):
@@ -229,6 +238,8 @@ class _Work:
         core.require("seen" not in node.metadata, why)
         node.metadata["seen"] = True  # lost with the node when nothing else holds it
         self.streams.append("capture" if self.gpu.capturing is not None else self.gpu.current_stream())
+        with self.gpu.resting():
+            self.given.append(_kept((x, y)))
         return self.eager(x, y)
 
     def eager(self, x, y):
@@ -240,11 +251,13 @@ class _Work:
             weight.sub_(mean, alpha=0.05)
         return losses.detach()
 
-    def was_made(self, random_state):
+    def was_made(self, random_state, examples):
         warm = [s for s in self.streams if s != "capture"]
         core.equal(len(warm), 3, "making it: warm-up calls of step outside the capture")
         core.require(self.streams[3:] == ["capture"], "making it: expected one capture after the warm-up")
         core.require(self.gpu.current_stream() not in warm, "the warm-up ran on the current stream")
+        for given in self.given:
+            _same(given, examples, "making it: an input that step was given, beside the example")
         kept = torch.equal(torch.get_rng_state(), random_state)
         core.require(kept, "after it was made, the random generator is in another state")
 
@@ -281,17 +294,21 @@ def _finish(copies, works, buffers):
     return worked[-1]
 
 
+def _two(make, shape, dtype):
+    return [make(shape, dtype=dtype, device="cuda") for _ in range(2)]
+
+
 @core.exercise("launches.4", "no race in 24 runs, two buffers, and as fast as copies and scores allow")
 def score_all(answer):
     core.need_callable(answer)
     for case in range(24):
-        n, size, short, long = random.randrange(1, 9), *core.ragged(10, 45, 1), *core.ragged(1, 60, 1), 500
+        n, size, short, long = 1 + case // 3, random.randrange(70, 110), random.randrange(1, 60), 1500
         works = [[short] * n, [long] * n, random.choices([short, long], k=n)][case % 3]
         gpu, used, us = _untimed(), [], 8 * size
         shape, dtype = random.choice([(size,), (1, size), (size, 1, 1)]), torch.float64
         with gpu, gpu.stream(gpu.Stream() if case % 2 else gpu.current_stream()):
             batches = [torch.randn(shape, dtype=dtype).pin_memory() for _ in range(n)]
-            earlier = [torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2)]
+            earlier = _two(torch.empty, shape, dtype)
             gpu.launch("earlier work", 0, reads=earlier)
             del earlier  # the buffers get this memory
 
@@ -308,9 +325,14 @@ def score_all(answer):
             got = _on_gpu(what, answer, batches, score, gpu)
             end = max((s.end for s in gpu.spans), default=0)
             core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
+            for stream in gpu.streams:  # who asks there next gets the buffers' memory (a score has less)
+                with gpu.stream(stream):
+                    later = f"{what}: memory of the buffers, used again after the return"
+                    _on_gpu(later, _two, torch.zeros, shape, dtype)
             gpu.synchronize()
             want = torch.stack([b.sum() for b in batches])
             core.close(got.to("cpu") if isinstance(got, torch.Tensor) else got, want, f"{what}: the scores")
+            core.require(got.dtype == dtype, f"{what}: the scores: score gives float64, got {core.kind(got)}")
         core.equal(len(set(used)), min(n, 2), f"{what}: buffers that were used")
         core.close(end, _finish([us] * n, works, 2), f"{what}: µs until all is done", 1e-6, 1e-3)
 
@@ -330,7 +352,7 @@ def prefetch(answer):
         what = f"{how}{n} batches of {k} tensor{'s' * (k > 1)}: copies of {copies} µs, work of {works} µs"
         with gpu:
             streams = [gpu.Stream() if case % 2 else gpu.current_stream() for _ in range(1 + late)]
-            host = [tuple(torch.randn(size).pin_memory() for size in group) for group in sizes]
+            host = [tuple(_drawn(size).pin_memory() for size in group) for group in sizes]
             feed = _on_gpu(what, answer, ((taken.append(1), batch)[1] for batch in host), gpu)
             core.require(hasattr(feed, "__iter__"), f"{what}: expected a generator, got {core.kind(feed)}")
             feed, before = iter(feed), len(gpu.streams)
@@ -362,6 +384,12 @@ def prefetch(answer):
         core.close(end, _finish(copies, works, 2 if waits else n), why, 1e-6, 1e-3)
 
 
+def _drawn(size):
+    "A tensor of 4 bytes an element: numbers or labels."
+    shape = random.choice([(size,), (1, size)])
+    return random.choice([torch.randn(shape), torch.randint(99, shape, dtype=torch.int32)])
+
+
 def _used(gpu, batch, host, us, what):
     "Work on a batch, which must be the host's and be ready."
     right = isinstance(batch, tuple) and len(batch) == len(host)
@@ -371,4 +399,5 @@ def _used(gpu, batch, host, us, what):
         core.require(there, f"{what}: expected tensors on the GPU, got {core.kind(got)}")
         with gpu.resting():
             core.close(got, want, what, 0, 0)
+        core.require(got.dtype == want.dtype, f"{what}: expected {want.dtype}, got {core.kind(got)}")
     _on_gpu(what, lambda: gpu.launch("work", us, reads=batch))

@@ -233,6 +233,14 @@ def numbered_in_the_padding(number):
     return pack_row
 
 
+def the_first_token_after_the_last(documents, context):
+    "Right where a row has two documents or padding."
+    tokens, _, positions, document = solutions.pack_row(documents, context)
+    targets = tokens.roll(-1)
+    targets[(document != document.roll(-1)) | (document == len(documents))] = -100
+    return tokens, targets, positions, document
+
+
 def zero_as_target(documents, context):
     tokens, targets, *rest = solutions.pack_row(documents, context)
     return tokens, targets.clamp(min=0), *rest
@@ -578,7 +586,8 @@ MUTANTS = {
                   lengths_in_rows, without_the_last, one_too_many, counts_from_one],
     "feeding.3": [(plain_targets, _MASK), (running_positions, _MASK), (all_one_document, _MASK),
                   (numbered_in_the_padding(0), _MASK),
-                  (numbered_in_the_padding(-1), _MASK), (zero_as_target, _MASK), (plain_in_full_rows, _MASK),
+                  (numbered_in_the_padding(-1), _MASK), (zero_as_target, _MASK),
+                  (the_first_token_after_the_last, _MASK), (plain_in_full_rows, _MASK),
                   (_ROW, sees_the_future), (_ROW, strictly_before), (_ROW, earlier_documents_too),
                   (_ROW, one_row_only), (_ROW, as_numbers)],
     "feeding.4": [in_order_of_length, same_pools, global_numbers, pool_of_documents, everything_sorted,

@@ -208,6 +208,41 @@ def methods_have_no_arguments(fn, count):
     return _captured(fn, count, Proxy)
 
 
+def methods_keep_stand_ins_among_keywords(fn, count):
+    class Proxy(_Proxy):
+        def __getattr__(self, op):
+            def method(*args, **kwargs):
+                made = self.record(getattr(torch, op), self, *args)
+                made.node.kwargs = kwargs
+                return made
+
+            if op.startswith("_"):
+                raise AttributeError(op)
+            return method
+
+    return _captured(fn, count, Proxy)
+
+
+def methods_have_one_argument(fn, count):
+    class Proxy(_Proxy):
+        def __getattr__(self, op):
+            if op.startswith("_"):
+                raise AttributeError(op)
+            return lambda *args, **kwargs: self.record(getattr(torch, op), self, *args[:1], **kwargs)
+
+    return _captured(fn, count, Proxy)
+
+
+def records_methods_of_tensors(fn, count):
+    class Proxy(_Proxy):
+        def __getattr__(self, op):
+            if op.startswith("_"):
+                raise AttributeError(op)
+            return lambda *args, **kwargs: self.record(getattr(torch.Tensor, op), self, *args, **kwargs)
+
+    return _captured(fn, count, Proxy)
+
+
 def has_every_attribute(fn, count):
     class Proxy(_Proxy):
         def __getattr__(self, op):
@@ -500,6 +535,24 @@ def always_float32(x, limit):
     return y.float(), peak
 
 
+def peak_in_float32(x, limit):
+    y, peak = solutions.standardise(x, limit)
+    return y, peak.float()
+
+
+def without_gradients(x, limit):
+    with torch.no_grad():
+        return solutions.standardise(x, limit)
+
+
+def with_cond(x, limit):
+    "Right: a branch that the graph keeps."
+    peak = x.abs().max()
+    x = torch.cond(x.mean() > limit, lambda x: x - x.mean(0), lambda x: x.clone(), (x,))
+    y = x / (1 + x.std())
+    return y * y.relu().sum(), peak
+
+
 # --- fusion.6: a recompile storm --------------------------------------------------------
 
 
@@ -591,7 +644,7 @@ RIGHT = {
     "fusion.2": [by_closures, with_a_class_of_its_own],
     "fusion.3": [loads_where_it_uses, with_other_names, with_names_and_comments_of_its_own],
     "fusion.4": [CountingClass, by_the_interpreter],
-    "fusion.5": [with_a_factor, with_relu],
+    "fusion.5": [with_a_factor, with_relu, with_cond],
     "fusion.6": [MovingMean, KeepsThePower],
 }
 MUTANTS = {
@@ -603,7 +656,8 @@ MUTANTS = {
         reflected_division_in_the_wrong_order, takes_the_first_branch, keywords_become_positions,
         merges_equal_calls, drops_dead_code, takes_the_first_argument_for_a_stand_in,
         keeps_stand_ins_among_keywords, methods_have_no_arguments, has_every_attribute,
-        raises_without_a_sentence,
+        raises_without_a_sentence, methods_keep_stand_ins_among_keywords, methods_have_one_argument,
+        records_methods_of_tensors,
     ],
     "fusion.3": [
         column_or_row_by_number_of_elements, rows_and_columns_exchanged, loads_without_a_mask,
@@ -617,6 +671,7 @@ MUTANTS = {
     "fusion.5": [
         keeps_the_mask, item_in_place_of_float, centres_only_where_it_is_compiled, decides_for_each_column,
         deviation_before_centring, centres_at_the_limit, prints_where_it_is_eager, always_float32,
+        peak_in_float32, without_gradients,
     ],
     "fusion.6": [KeepsTheCounter, KeepsTheLoop, ReadsTheCounter, WeighsByRows, BakesTheRepeatsIn,
                  CountsInTrainingAlone, HasATableOfPowers],

@@ -77,6 +77,28 @@ def _gaps(work):
     return covered / (max(b for _, b in work) - work[0][0])
 
 
+def _pieces(count):
+    def launch_report(events):
+        calls, _, busy = solutions.launch_report(events)
+        return calls, count([e for e in events if e["ph"] == "X" and e["cat"] in WORK]), busy
+
+    return launch_report
+
+
+def _whole_us(work):
+    us = {t for a, b in work for t in range(int(a), int(b))}
+    return len(us) / max(1, max(us, default=0) + 1 - min(us, default=0))
+
+
+def _by_start(work):
+    "Of pieces that start together the last one counts."
+    ends, covered, latest = dict(reversed(work)), 0, work[0][0]
+    for start in sorted(ends):
+        covered += max(0, ends[start] - max(start, latest))
+        latest = max(latest, ends[start])
+    return covered / (latest - work[0][0])
+
+
 # --- launches.2: a step -----------------------------------------------------------------------
 
 
@@ -270,12 +292,12 @@ class Swapped(solutions.GraphedStep):
 
 
 def graphed(words, side=True, waits=True, clones=True, back=True, random=True, strict="both",
-            copies=True, result=True, detach=True, keep=True):  # fmt: skip
+            copies=True, result=True, detach=True, keep=True, make=torch.clone, one_by_one=True):  # fmt: skip
     class Graphed:
         def __init__(self, step, examples, state, gpu):
             self.step, self.inputs = (
                 keep and step,
-                [t.clone() for t in examples] if clones else list(examples),
+                [make(t) for t in examples] if clones else list(examples),
             )
             kept, rng = [t.detach().clone() if detach else t.clone() for t in state], gpu.get_rng_state()
             main, stream = gpu.current_stream(), gpu.Stream() if side else gpu.current_stream()
@@ -289,14 +311,17 @@ def graphed(words, side=True, waits=True, clones=True, back=True, random=True, s
             with gpu.graph(self.graph):
                 self.output = step(*self.inputs)
             with torch.no_grad():
-                for t, old in zip(state if back else (), kept, strict=False):
+                for t, old in zip(state if back and one_by_one else (), kept, strict=False):
                     t.copy_(old)
+                if not one_by_one:
+                    torch._foreach_copy_(state, kept)
             if random:
                 gpu.set_rng_state(rng)
 
         def __call__(self, *inputs):
             def kinds(found):
                 by = {"both": lambda t: (t.shape, t.dtype), "shape": lambda t: t.shape,
+                      "strides": lambda t: (t.shape, t.dtype, t.stride()),
                       "rows": lambda t: (len(t), t.dim(), t.dtype),
                       "numel": lambda t: (t.numel(), t.dim(), t.dtype)}  # fmt: skip
                 return [by[strict](t) for t in found]
@@ -363,10 +388,13 @@ def score_in_front(batches, score, gpu):
 
 
 def scores(words, before, buffers=2, non_blocking=True, ready=True, first=True, make=torch.empty_like,
-           on="current_stream"):  # fmt: skip
+           on="current_stream", on_upload=False, collect=torch.stack):  # fmt: skip
     def score_all(batches, score, gpu):
         upload, main = gpu.Stream(), getattr(gpu, on)()
-        kept = [make(batches[0], device="cuda") for _ in range(buffers or len(batches))]
+        if first:
+            upload.wait_stream(main)
+        with gpu.stream(upload if on_upload else main):
+            kept = [make(batches[0], device="cuda") for _ in range(buffers or len(batches))]
         done, out = [], []
         if first:
             upload.wait_stream(main)
@@ -379,9 +407,23 @@ def scores(words, before, buffers=2, non_blocking=True, ready=True, first=True, 
                 main.wait_stream(upload)
             out.append(score(buffer))
             done.append(main.record_event())
-        return torch.stack(out)
+        return collect(out)
 
     return named(words, score_all)
+
+
+def in_one_tensor(batches, score, gpu):
+    "Right: each score is written into its place."
+    dtype = batches[0].dtype
+    found = torch.empty(len(batches), device="cuda", dtype=dtype), itertools.count()
+    return scores("", _two_before, collect=lambda _: found[0])(
+        batches, lambda x: found[0][next(found[1])].copy_(score(x)), gpu
+    )
+
+
+def the_second_batch_in_front(batches, score, gpu):
+    "There is a second batch."
+    return solutions.score_all([batches[0], batches[1], *batches[2:]], score, gpu)
 
 
 def _two_before(gpu, upload, main, done, i):
@@ -444,7 +486,9 @@ class Prefetch:
 
 
 def prefetcher(words, ahead=1, record="current", waits="event", once=False, each=False, non_blocking=True,
-               before=None):  # fmt: skip
+               before=None, to=None):  # fmt: skip
+    to = to or (lambda t: t.to("cuda", non_blocking=non_blocking))
+
     def prefetch(batches, gpu):
         side, queue, first = gpu.Stream(), [], gpu.current_stream()
 
@@ -464,7 +508,7 @@ def prefetcher(words, ahead=1, record="current", waits="event", once=False, each
             if before:
                 before(gpu, side)
             with gpu.stream(side):
-                tensors = tuple(t.to("cuda", non_blocking=non_blocking) for t in batch)
+                tensors = tuple(map(to, batch))
                 queue.append((tensors, side.record_event()))
             if len(queue) > ahead:
                 yield hand_over(*queue.pop(0))
@@ -472,6 +516,10 @@ def prefetcher(words, ahead=1, record="current", waits="event", once=False, each
             yield hand_over(*queue.pop(0))
 
     return named(words, prefetch)
+
+
+def _into(new, t):
+    return new.copy_(t, non_blocking=True)
 
 
 def pairs_only(batches, gpu):
@@ -482,7 +530,7 @@ RIGHT = {
     "launches.1": [by_steps, by_merging],
     "launches.2": [ForeachStep, OptimStep],
     "launches.3": [Fields, Swapped],
-    "launches.4": [one_list_of_events, score_in_front],
+    "launches.4": [one_list_of_events, score_in_front, in_one_tensor],
     "launches.5": [from_an_iterator, Prefetch],
 }
 
@@ -501,6 +549,10 @@ MUTANTS = {
         ),
         named("the end of the piece before", _report(busy=_gaps)),
         named("a list of names", _report(words=NAMES)),
+        named("all names with Mem", _report(words=("Launch", "Mem"))),
+        named("whole µs", _report(busy=_whole_us)),
+        named("a set of pieces", _pieces(lambda work: len({(e["ts"], e["dur"]) for e in work}))),
+        named("a piece for each start", _report(busy=_by_start)),
     ],
     "launches.2": [
         variant("moments are replaced", moments=_rebinds_moments),
@@ -531,6 +583,9 @@ MUTANTS = {
         graphed("compares the number of elements", strict="numel"),
         graphed("any dtype", strict="shape"),
         graphed("looks at the first input", strict="first"),
+        graphed("refuses another order of memory", strict="strides"),
+        graphed("static inputs of zeros", make=torch.zeros_like),
+        graphed("a state of one tensor or more", one_by_one=False),
     ],
     "launches.4": [
         scores("copies do not wait", lambda gpu, *_: None),
@@ -542,6 +597,9 @@ MUTANTS = {
         scores(
             "one buffer", lambda gpu, up, main, done, i: up.wait_event(done[-1]) if done else None, buffers=1
         ),
+        scores("buffers of the copies' stream", _two_before, on_upload=True),
+        scores("scores in float32", _two_before, collect=lambda out: torch.stack(out).float()),
+        the_second_batch_in_front,
         scores("a copy that blocks", _two_before, non_blocking=False),
         scores("scores do not wait", _two_before, ready=False),
     ],
@@ -553,6 +611,8 @@ MUTANTS = {
         prefetcher("nothing ahead", ahead=0),
         prefetcher("two ahead", ahead=2),
         pairs_only,
+        prefetcher("labels become float32", to=lambda t: _into(torch.empty(t.shape, device="cuda"), t)),
+        prefetcher("vectors only", to=lambda t: _into(torch.empty(len(t), dtype=t.dtype, device="cuda"), t)),
         prefetcher("reads the current stream once", once=True),
         prefetcher("a stream for each batch", each=True),
         prefetcher("a copy that blocks", non_blocking=False),
