@@ -179,7 +179,7 @@ MUTANTS = {
         changed("attention.2", ("a[..., None] * out_a + b[..., None] * out_b", "(out_a + out_b) / 2")),
         changed("attention.2", ("a[..., None] * out_a + b[..., None] * out_b",
                                 "b[..., None] * out_a + a[..., None] * out_b")),
-        changed("attention.2", ("a[..., None] *", "a.unsqueeze(2) *"), ("b[..., None] *", "b.unsqueeze(2) *")),
+        changed("attention.2", ("a[..., None]", "a.unsqueeze(2)"), ("b[..., None]", "b.unsqueeze(2)")),
     ],
     "attention.3": [
         changed("attention.3", ("cols[None, :] < n", "cols[None, :] >= 0")),
