@@ -143,7 +143,7 @@ def scan(answer):
     )
     for block, n in [*sizes, (50, 47), (random.randrange(33, 63), 33)]:
         blocks = random.randrange(2, 4)
-        x, out = torch.randint(-9, 10, (blocks, n)).float(), core.poison(blocks, n)
+        x, out = torch.randint(-99, 100, (blocks, n)).float() / 8, core.poison(blocks, n)  # sums are exact
         for backwards in (False, True):
             what = f"{blocks} rows of {n}, blocks of {block} threads" + ", the last thread first" * backwards
             counts = run.run(
@@ -190,7 +190,8 @@ def total(answer):
 def matmul(answer):
     run = Launch(answer, "*a", "*b", "*c", "m", "n", "k")
     ragged = random.randrange(17, 31), random.randrange(33, 47), random.randrange(49, 63)
-    for m, n, k in ((32, 48, 64), ragged, (7, 40, 21), (40, 5, 16 * random.randrange(1, 4) + 1)):
+    few = random.randrange(1, 20), random.randrange(1, 20), random.randrange(2, 13)  # k less than a tile
+    for m, n, k in ((32, 48, 64), ragged, (7, 40, 21), (40, 5, 16 * random.randrange(1, 4) + 1), few):
         a, b, c = torch.randn(m, k) + 0.5, torch.randn(k, n) - 0.5, core.poison(m, n)
         grid, what = (-(-n // 16), -(-m // 16)), f"{m} x {k} by {k} x {n}"
         reads = {0: m * k * grid[0], 1: k * n * grid[1]}
@@ -223,6 +224,9 @@ def occupancy(resident_blocks, warps_needed):
     core.equal(
         whole, 256, "warps for 2^42 bytes/s at 2^-20 s on 128 multiprocessors, one load of 4 bytes", "warps"
     )
+    odd = 2 * random.randrange(50, 150) + 1
+    whole = core.call(warps_needed, 2**-20, odd * 2**34, 128, 4, 1)
+    core.equal(whole, odd, f"warps for {odd} * 2^34 bytes/s, all else as before", "warps")
     for _ in range(50):
         latency, rate, width = (
             random.uniform(2e-7, 1e-6),

@@ -179,6 +179,7 @@ MUTANTS = {
         changed("attention.2", ("a[..., None] * out_a + b[..., None] * out_b", "(out_a + out_b) / 2")),
         changed("attention.2", ("a[..., None] * out_a + b[..., None] * out_b",
                                 "b[..., None] * out_a + a[..., None] * out_b")),
+        changed("attention.2", ("a[..., None]", "a.unsqueeze(2)"), ("b[..., None]", "b.unsqueeze(2)")),
     ],
     "attention.3": [
         changed("attention.3", ("cols[None, :] < n", "cols[None, :] >= 0")),
@@ -197,6 +198,9 @@ MUTANTS = {
                                 "tl.dot(q.to(tl.float32), k_rows.load([start, 0]).T.to(tl.float32),")),
         changed("attention.3", ("p.to(v.dtype), v,", "p, v.to(tl.float32),")),
         changed("attention.3", ("mask=rows < n", "mask=rows >= 0")),
+        changed("attention.3", ('keep, s, -float("inf")', "keep, s, -10000.0")),
+        changed("attention.3", ("(acc / total[:, None]).to(q.dtype)",
+                                "acc.to(q.dtype) / total[:, None].to(q.dtype)")),
     ],
     "attention.4": [
         changed("attention.4", ALL_BLOCKS),

@@ -145,6 +145,26 @@ extern "C" __global__ void scan(const float* x, float* out, int n) {
     for (int i = 0; i < n && threadIdx.x == 0; i++) out[blockIdx.x * n + i] = s += x[blockIdx.x * n + i];
 }
 """
+TWO_TILES = """
+extern "C" __global__ void matmul(const float* a, const float* b, float* c, int m, int n, int k) {
+    __shared__ float as[2][16][16], bs[2][16][16];
+    int tx = threadIdx.x, ty = threadIdx.y, row = blockIdx.y * 16 + ty, col = blockIdx.x * 16 + tx, now = 0;
+    float sum = 0.0f;
+    as[0][ty][tx] = row < m && tx < k ? a[row * k + tx] : 0.0f;
+    bs[0][ty][tx] = col < n && ty < k ? b[ty * n + col] : 0.0f;
+    __syncthreads();
+    for (int next = 16; next < k + 16; next += 16) {
+        if (next < k) {
+            as[1 - now][ty][tx] = row < m && next + tx < k ? a[row * k + next + tx] : 0.0f;
+            bs[1 - now][ty][tx] = next + ty < k && col < n ? b[(next + ty) * n + col] : 0.0f;
+        }
+        for (int i = 0; i < 16; i++) sum += as[now][ty][i] * bs[now][i][tx];
+        now = 1 - now;
+        __syncthreads();
+    }
+    if (row < m && col < n) c[row * n + col] = sum;
+}
+"""
 ROW_BY_ONE = """if (tx == 0)  // the first lane of a row loads all of it
             for (int q = 0; q < TILE; q++)
                 as[ty][q] = row < m && start + q < k ? a[row * k + start + q] : 0.0f;"""
@@ -186,6 +206,7 @@ RIGHT = {
     "cuda.5": [
         changed("cuda.5", ("as[TILE][TILE], bs[TILE][TILE]", "tiles[2][TILE][TILE]"), (" as[", " tiles[0]["),
                 ("bs[", "tiles[1][")),
+        source(TWO_TILES),
         changed("cuda.5", ("float sum = 0.0f;", "double sum = 0.0;"), ("sum += as", "sum += (double)as")),
     ],
     "cuda.6": [
@@ -223,6 +244,7 @@ MUTANTS = {
         changed("cuda.3", ("d < blockDim.x", "d < blockDim.x / 2")),
         changed("cuda.3", ("__syncthreads", "__syncwarp")),  # one warp only
         source(SERIAL),
+        changed("cuda.3", ("__shared__ float part", "__shared__ int part"), ("float left", "int left")),
         changed("cuda.3", ("d < blockDim.x", "d < (blockDim.x & ~31u)")),  # small blocks
         changed("cuda.3", ("left;\n", "left;\n        if (t < d) __syncthreads();\n        else\n")),
     ],
@@ -244,6 +266,7 @@ MUTANTS = {
         changed("cuda.5", ("sum += as[ty][i]", "if (row < m & start + i < k) sum += a[k * row + start + i]")),
         changed("cuda.5", ("start < k;", "start + TILE <= k;")),
         changed("cuda.5", ("b[(start + ty) * n", "b[(start + ty) * k")),
+        source(TWO_TILES.replace(" && tx < k", "").replace(" && ty < k", "", 1)),  # k under 16
         changed("cuda.5", ("as[ty][tx] = " + LOAD_A + ";", ROW_BY_ONE)),
     ],
     "cuda.6": [
@@ -254,6 +277,7 @@ MUTANTS = {
         (rule(most=16), warps),
         (blocks, lambda t, rate, n, width, loads: math.floor(t * rate / n / (32 * width * loads)) + 1),
         (blocks, lambda *a: warps(*a) + 1),
+        (blocks, lambda t, rate, n, width, loads: round(t * rate / n / (32 * width * loads) + 0.5)),
         (blocks, lambda t, rate, n, width, loads: math.ceil(t * rate / n / (width * loads))),
         (blocks, lambda t, rate, n, width, loads: math.floor(t * rate / n / (32 * width * loads))),
     ],

@@ -68,6 +68,22 @@ class EpsOfItsOwn(solutions.RMSNorm):
         return y
 
 
+class RstdInHalf(solutions.RMSNorm):
+    "Wrong: r is computed again, in the dtype of x."
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        ctx.save_for_backward(x, w)
+        ctx.eps = eps
+        return solutions.run_rmsnorm(x, w, eps)[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        rstd = (x.pow(2).mean(-1) + ctx.eps).rsqrt().float()
+        return *solutions.run_rmsnorm_backward(dy, x, w, rstd), None
+
+
 class OfTheClass(solutions.RMSNorm):
     "Wrong: two layers get each other's tensors."
 
@@ -219,6 +235,7 @@ MUTANTS = {
                  ("tl.num_programs(0), num_stages", "num_stages")),
         (solutions.rmsnorm_backward_kernel, DyAsItComes),
         (solutions.rmsnorm_backward_kernel, OfTheClass),
+        (solutions.rmsnorm_backward_kernel, RstdInHalf),
         (solutions.rmsnorm_backward_kernel, EpsOfItsOwn),
     ],
     "triton.5": [
@@ -229,6 +246,8 @@ MUTANTS = {
         changed("triton.5", (SUM5, "acc = (acc + tl.dot(a, b)).to(a_ptr.dtype.element_ty).to(tl.float32)")),
         changed("triton.5", ("k[None, :] * a_col", "k[None, :]")),
         changed("triton.5", ("a_at += BLOCK_K * a_col", "a_at += BLOCK_K")),
+        changed("triton.5", ("tl.dot(a, b,", "tl.dot(a.to(tl.float32), b.to(tl.float32),")),
+        changed("triton.5", ("range(0, K, BLOCK_K)", "range(0, tl.maximum(K - 1, 1), BLOCK_K)")),
     ],
     "triton.6": [row_by_row, column_then_row, the_last_group_is_full, a_list_of_tiles, pythons_integers],
     "triton.7": [
@@ -241,5 +260,7 @@ MUTANTS = {
         changed("triton.7", ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)")),
         changed("triton.7",
                 ("tl.exp(x - lse)", "tl.exp(x - lse).to(logits_ptr.dtype.element_ty).to(tl.float32)")),
+        changed("triton.7", ("p - 1.0, p)", "p - 1.0, p).to(logits_ptr.dtype.element_ty)")),
+        changed("triton.7", ("mask=cols < n_cols, other", "mask=(cols < n_cols) | (start == 0), other")),
     ],
 }  # fmt: skip
