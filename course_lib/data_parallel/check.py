@@ -97,7 +97,7 @@ def _steps(answer, kind, ranks, usage, inspect=None, what="DataParallel", dtype=
         model.second.to(dtype)
     twin = copy.deepcopy(models[0])
     data = [[torch.randn(random.randint(2, 5), sizes[0]).double() for _ in range(ranks)] for _ in usage]
-    keeps_zeros = ranks % 2 == 0  # what zero_grad(set_to_none=False) leaves
+    keeps = ranks % 2 == 0  # grads are not None before backward: zeros, or 0.25 of an earlier step
     wants, after = inputs.one_process(twin, data, usage)
 
     def body(dist):
@@ -111,6 +111,7 @@ def _steps(answer, kind, ranks, usage, inspect=None, what="DataParallel", dtype=
         core.require(callable(getattr(wrapped, "finish", None)), made)
         for (name, b), want in zip(model.named_buffers(), twin.buffers(), strict=True):
             core.close(b, want, f"buffer {name} of rank {dist.rank} at the start, which is rank 0's")
+        left = 0.0
         for step, (x, use) in enumerate(zip(data, usage, strict=True)):
             held = {n for n, p in model.named_parameters() if p.grad is not None}
             dist.mark(f"step {step}")
@@ -118,12 +119,14 @@ def _steps(answer, kind, ranks, usage, inspect=None, what="DataParallel", dtype=
             dist.mark("backward over")
             wrapped.finish()
             dist.mark("finished")
-            _same_gradients(model, wants[step], held, f"step {step + 1} on rank {dist.rank} of {ranks}")
+            where = f"step {step + 1} on rank {dist.rank} of {ranks}"
+            _same_gradients(model, wants[step], held, left, where)
+            before, left = left, 0.25 * (step % 2)
             with torch.no_grad():
                 for p in model.parameters():
                     if p.grad is not None:
-                        p -= 0.1 * p.grad
-                        p.grad = torch.zeros_like(p) if keeps_zeros else None
+                        p -= 0.1 * (p.grad - before * keeps)
+                        p.grad = torch.full_like(p, left) if keeps else None
         for (name, p), want in zip(model.named_parameters(), after, strict=True):
             core.close(p, want, f"{name} on rank {dist.rank} after {len(usage)} steps", rtol=1e-3, atol=1e-5)
 
@@ -137,22 +140,26 @@ def _steps(answer, kind, ranks, usage, inspect=None, what="DataParallel", dtype=
                 inspect(inputs.of_step(group, r, step), models[r], r, step)
 
 
-def _same_gradients(model, want, held, where):
-    "`held` names the parameters that had a gradient, of zeros, before the step: on every rank the same."
+def _same_gradients(model, want, held, left, where):
+    "`held` names the parameters whose grads were full of `left` before the step: on every rank the same."
     for name, p in model.named_parameters():
         if not p.requires_grad:
             core.require(p.grad is None, f"{where}: {name} is frozen and has a gradient now")
         elif want[name] is None and name in held:
-            said = f"{where}: the grad of {name} was zeros on every rank before backward, and no rank used it"
-            core.require(p.grad is not None, f"{said}; it is None now, and zero is not None")
-            core.require(not p.grad.any(), f"{said}; it isn't zero now")
+            was = f"{left:g} everywhere" if left else "zeros"
+            said = f"{where}: the grad of {name} was {was} on every rank before backward, and no rank used it"
+            core.require(p.grad is not None, f"{said}; it is None now, and {left:g} is not None")
+            same = torch.allclose(p.grad, torch.full_like(p, left))
+            core.require(same, f"{said}; it must stay {left:g}, which is the mean over the ranks")
         elif want[name] is None:
             said = f"{where}: the grad of {name} was None on every rank, so it stays None"
             core.require(p.grad is None, f"{said}; zeros are a gradient to an optimizer")
         elif p.grad is None:
             raise core.Wrong(f"{where}: {name} has no gradient; another rank used it: the mean is not zero")
         else:
-            core.close(p.grad, want[name], f"{where}: gradient of {name}", rtol=1e-3, atol=1e-5)
+            said = f"{where}: gradient of {name}"
+            said += f" ({left:g} everywhere before backward, which adds to it)" * (left > 0 and name in held)
+            core.close(p.grad, want[name] + left * (name in held), said, rtol=1e-3, atol=1e-5)
 
 
 def _twice(answer, what):
@@ -225,7 +232,7 @@ def _limited(answer, ranks, limit):
     turns = [[r % 2 == (step > 0) for r in range(ranks)] for step in range(2)]
     for dtype in (torch.float64, torch.float32):
         _steps(wrap, inputs.Plain, ranks, turns, inspect, "BucketedDataParallel", dtype)
-    usage = [*turns, [True] * ranks, [False] * ranks]
+    usage = [*turns, [False] * ranks, [True] * ranks]
     _steps(wrap, inputs.Branching, ranks, usage, inspect, "BucketedDataParallel")
 
 
@@ -265,7 +272,7 @@ def accumulate(answer):
     core.need_callable(answer)
     for ranks in (1, 2, 3, random.choice((4, 5))):
         words, width, classes = core.ragged(4, 12, 3)
-        model = inputs.Tagger(words, width, classes)
+        model = inputs.Tagger(words, width, classes).to((torch.float32, torch.float64)[ranks % 2])
         held = inputs.uneven(ranks, words, classes)
         if ranks > 2:  # one rank has run out of data, another has a microbatch without a known label
             held[random.randrange(ranks)] = []
@@ -316,6 +323,7 @@ def _one_graph_at_a_time(model, microbatches):
     waiting = set()
 
     def forward(module, given, out):
+        core.require(module.training, "accumulate puts the model into eval mode, where dropout is off")
         words = given[0].numel()
         said = f"the model was given {words} words at once; the largest microbatch of this rank has {most}"
         core.require(words <= most, said)
@@ -357,6 +365,7 @@ def checkpoints(save, resume):
             _stop_and_go(save, resume, ranks, [str(f / "run.pt") for f in folders])
             _torn(save, ranks, str(folders[0] / "run.pt"))
             _in_one_step(save, ranks, str(folders[0] / "run.pt"))
+            _cut(resume, ranks, folders[0] / "run.pt")
 
 
 def _trainer(seed, widths, rate):
@@ -410,7 +419,22 @@ def _stop_and_go(save, resume, ranks, paths):
             what = f"{name} on rank {dist.rank} after 3 more steps (model and optimizer state continue)"
             core.close(t, want, what, rtol=1e-5, atol=1e-6)
 
+    before = path.read_bytes()
     inputs.run(ranks, second, "resume")
+    same = path.exists() and path.read_bytes() == before
+    core.require(same, "resume changed the file or took it away; the next start needs it")
+
+
+def _cut(resume, ranks, path):
+    "A file that can't be read is an error and not a start from 0, whose first save would replace the file."
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    try:
+        _, found = inputs.run(ranks, lambda d: resume(str(path), *_trainer(0, (2, 2), 0.1), d), "resume")
+    except core.Wrong as e:
+        if e.cause is not None:
+            return
+        raise
+    raise core.Wrong(f"resume of a file that is cut returned {found[0]!r}; let the error of torch.load pass")
 
 
 class _Fails(nn.Linear):

@@ -13,8 +13,14 @@ from course_lib import group as groups
 def run(size, fn, what, advice=""):
     "`fn(dist)` on `size` ranks: the group and the results, or one sentence, with `advice` on their order."
     group = groups.Group(size)
+
+    def body(dist):
+        out, off = fn(dist), f"{what.rstrip(',')} leaves gradients off: use `with torch.no_grad():`"
+        core.require(torch.is_grad_enabled(), off)  # each thread, so each rank, has a grad mode of its own
+        return out
+
     try:
-        return group, group.run(fn)
+        return group, group.run(body)
     except groups.Raised as e:
         cause = e.__cause__
         if isinstance(cause, core.Wrong | NotImplementedError):

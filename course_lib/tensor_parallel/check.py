@@ -20,14 +20,6 @@ def _on(size):
     return f"on {size} rank{'s' * (size > 1)}"
 
 
-def _call(answer, *args, **kwargs):
-    "`core.call` in the thread of a simulated rank, which has a grad mode of its own."
-    out = core.call(answer, *args, **kwargs)
-    name = getattr(answer, "__name__", "the answer")
-    core.require(torch.is_grad_enabled(), f"{name} leaves gradients off: use `with torch.no_grad():`")
-    return out
-
-
 def _dtype(got, dtype, what):
     "Compared before the values, whose digits look the same."
     if isinstance(got, torch.Tensor):
@@ -64,7 +56,7 @@ def parallel_mlp(answer):
 
         def body(comm, up=up, down=down, x=x):
             with tp.CountMatmuls() as counted:
-                return _call(answer, x, up, down, comm), counted.flops
+                return core.call(answer, x, up, down, comm), counted.flops
 
         what = f"parallel_mlp {_on(size)}"
         group, found = run(size, body, "parallel_mlp")
@@ -105,7 +97,7 @@ def _both_ways(fn, xs, given, outs, grads, forward, backward):
 
     def body(comm):
         leaf, mine = xs[comm.rank].detach().requires_grad_(), given[comm.rank].clone()
-        out = _call(fn, leaf, _contiguous(comm), mutates=(0,))
+        out = core.call(fn, leaf, _contiguous(comm), mutates=(0,))
         made = isinstance(out, torch.Tensor) and out.requires_grad
         hint = ": return the result of a torch.autograd.Function's apply" * isinstance(out, torch.Tensor)
         core.require(made, f"{name}: expected a tensor that autograd knows, got {core.kind(out)}{hint}")
@@ -220,7 +212,11 @@ def cut_attention(answer):
                 core.close(got[0][at : at + len(rows)], rows, f"{what}: the {name} of rank {rank}", 0, 0)
             total += _attend(x, got[0], got[1], heads // size, kv // size)
         core.close(total, want, f"{what}: the sum of the parts' outputs", 1e-9, 1e-9)
-    for heads, kv, size, why in ((6, 3, 2, "3 heads of keys and values"), (6, 6, 4, "6 heads")):
+    for heads, kv, size, why in (
+        (6, 3, 2, "3 heads of keys and values"),
+        (6, 6, 4, "6 heads"),
+        (8, 2, 4, "2 heads of keys and values"),
+    ):
         given = torch.randn((heads + 2 * kv) * 2, 5), torch.randn(5, heads * 2), heads, kv, 0, size
         core.refuses(answer, *given, why=f"{why} on {size} ranks")
 
@@ -244,7 +240,8 @@ def vocab_cross_entropy(answer):
         widths = core.ragged(2, 9, size)
         starts = [sum(widths[:r]) for r in range(size)]
         scale = 200.0 if size == 2 else 3.0
-        logits = scale * torch.randn(tokens, sum(widths), dtype=dtype) + random.choice((-900.0, 0.0, 700.0))
+        far = (-900.0, random.choice((-900.0, 0.0, 700.0)), 700.0, 0.0)[size - 1]
+        logits = scale * torch.randn(tokens, sum(widths), dtype=dtype) + far
         targets = torch.randint(sum(widths), (tokens,))
         targets[: 2 * size] = torch.tensor(
             [e for s, w in zip(starts, widths, strict=True) for e in (s, s + w - 1)]
@@ -257,7 +254,7 @@ def vocab_cross_entropy(answer):
 
         def body(comm, starts=starts, widths=widths, logits=logits, targets=targets):
             mine = logits[:, starts[comm.rank] :][:, : widths[comm.rank]].clone()
-            return _call(answer, mine, targets, starts[comm.rank], comm)
+            return core.call(answer, mine, targets, starts[comm.rank], comm)
 
         what = f"vocab_cross_entropy of {tokens} tokens {_on(size)}, vocabulary parts {widths}"
         group, found = run(size, body, "vocab_cross_entropy")
@@ -265,6 +262,7 @@ def vocab_cross_entropy(answer):
             got = core.parts(got, "loss grad", f"{what}: rank {rank}")
             tensor = isinstance(got[0], torch.Tensor)
             core.require(tensor, f"{what}: expected the loss as a tensor, got {core.kind(got[0])}")
+            _dtype(got[0], dtype, f"{what}: the loss")
             core.close(got[0], loss.item(), f"{what}: loss on rank {rank}", *AGREE[dtype])
             part = want[:, starts[rank] :][:, : widths[rank]]
             _dtype(got[1], dtype, f"{what}: the gradient")
@@ -306,7 +304,7 @@ def gather_matmul(answer):
         what = f"gather_matmul of {rows} rows a rank, pieces={pieces}, {_on(size)}"
 
         def fn(x, w, ring, pieces):
-            return _call(answer, x, w, ring, pieces, mutates=(0, 2))
+            return core.call(answer, x, w, ring, pieces, mutates=(0, 2))
 
         kept = [x.clone() for x in xs]
         body = functools.partial(

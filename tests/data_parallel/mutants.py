@@ -217,6 +217,15 @@ class none_where_nothing_arrived(_Hooks):
             p.grad = p.grad if n else None
 
 
+class zeros_for_what_did_not_arrive(_Hooks):
+    "What a grad held before backward is lost."
+
+    def launch(self, p):
+        if p not in self.arrived:
+            p.grad = torch.zeros_like(p)
+        super().launch(p)
+
+
 class keeps_its_own_buffers(_Hooks):
     def __init__(self, model, dist):
         own = [b.clone() for b in model.buffers()]
@@ -328,6 +337,14 @@ class reads_the_last_step_s_arrivals(_Buckets):
         self.arrived = arrived
 
 
+class sends_zeros_for_what_did_not_arrive(_Buckets):
+    def launch(self, bucket):
+        for p in bucket:
+            if p.grad is not None and p not in self.arrived:
+                p.grad = torch.zeros_like(p)
+        super().launch(bucket)
+
+
 # --- data_parallel.4: tokens ------------------------------------------------------------------
 
 
@@ -372,6 +389,33 @@ def clears_the_trained_alone(model, microbatches, dist):
 def clears_to_zeros(model, microbatches, dist):
     model.zero_grad(set_to_none=False)
     _accumulate(model, microbatches, dist, clear=False)
+
+
+def in_eval_mode(model, microbatches, dist):
+    model.eval()
+    solutions.accumulate(model, microbatches, dist)
+
+
+def leaves_gradients_off(model, microbatches, dist):
+    solutions.accumulate(model, microbatches, dist)
+    torch.set_grad_enabled(False)
+
+
+def zeros_in_float32(model, microbatches, dist):
+    model.zero_grad()
+    for x, y in microbatches:
+        _loss(model, x, y).backward()
+    params = [p for p in model.parameters() if p.requires_grad]
+    known = sum(int((y != -100).sum()) for _, y in microbatches)
+    counts = torch.tensor([known, *(p.grad is not None for p in params)])
+    dist.all_reduce(counts)
+    if not counts[0]:
+        raise ValueError("no token")
+    for p, n in zip(params, counts[1:], strict=True):
+        if n:
+            total = torch.zeros(p.shape) if p.grad is None else p.grad
+            dist.all_reduce(total)
+            p.grad = (total / counts[0]).to(p.dtype)
 
 
 def writes_into_the_labels(model, microbatches, dist):
@@ -558,6 +602,22 @@ def from_another_folder(path, step, model, opt, dist):
     dist.barrier()
 
 
+def starts_anew_where_it_cannot_load(path, model, opt, dist):
+    try:
+        return _resume(path, model, opt, dist)
+    except Exception:
+        return 0
+
+
+def takes_the_file_away(path, model, opt, dist):
+    step = _resume(path, model, opt, dist)
+    dist.barrier()
+    if dist.get_rank() == 0 and os.path.exists(path):
+        os.remove(path)
+    dist.barrier()
+    return step
+
+
 def without_the_optimizer(path, model, opt, dist):
     return _resume(path, model, opt, dist, optimizer=False)
 
@@ -583,15 +643,18 @@ MUTANTS = {
                         never_waits_for_its_sends, in_a_chain],
     "data_parallel.2": [sums, zero_in_place_of_none, divides_by_those_who_used_it, in_the_order_of_arrival,
                         everything_in_finish, a_second_backward_passes, keeps_its_own_buffers,
-                        none_where_nothing_arrived],
+                        none_where_nothing_arrived, zeros_for_what_did_not_arrive],
     "data_parallel.3": [cuts_the_bucket_that_is_exactly_full, counts_numbers_for_bytes, mixes_dtypes,
-                        blocks_in_the_hook, as_each_is_full, reads_the_last_step_s_arrivals],
+                        blocks_in_the_hook, as_each_is_full, reads_the_last_step_s_arrivals,
+                        sends_zeros_for_what_did_not_arrive],
     "data_parallel.4": [mean_of_the_ranks_means, counts_the_unknown_too, keeps_old_gradients,
                         zeros_for_the_unused, goes_home_without_data, travels_with_every_microbatch,
-                        one_graph_of_all, clears_the_trained_alone, clears_to_zeros, writes_into_the_labels],
+                        one_graph_of_all, clears_the_trained_alone, clears_to_zeros, writes_into_the_labels,
+                        in_eval_mode, leaves_gradients_off, zeros_in_float32],
     "data_parallel.5": [*((save, solutions.resume) for save in
                           (by_copying_the_old, on_every_rank, without_a_barrier, leaves_the_other_file,
                            copies_the_bytes, removes_the_old_first, from_another_folder)),
                         *((solutions.save, resume) for resume in
-                          (without_the_optimizer, on_rank_zero_alone, one_step_further))],
+                          (without_the_optimizer, on_rank_zero_alone, one_step_further,
+                           starts_anew_where_it_cannot_load, takes_the_file_away))],
 }  # fmt: skip

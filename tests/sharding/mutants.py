@@ -293,6 +293,12 @@ class read_only_moments(_Steps):
         self.kept = [self.params[0].detach().new_zeros(self.n) for _ in range(2)]
 
 
+class leaves_gradients_off(_Steps):
+    def step(self):
+        torch.set_grad_enabled(False)
+        super().step()
+
+
 class state_in_float32(_Steps):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -553,6 +559,21 @@ def in_float32(x, parts, layer, dist):
     return solutions.prefetched(x, [part.float() for part in parts], layer, dist)
 
 
+def in_the_dtype_of_x(x, parts, layer, dist):
+    def begin(part):
+        full = like.new_empty(len(part) * dist.get_world_size())
+        return full, dist.all_gather_into_tensor(full, part, async_op=True)
+
+    like, following = x, begin(parts[0]) if parts else None
+    for i in range(len(parts)):
+        full, work = following
+        work.wait()
+        following = begin(parts[i + 1]) if i + 1 < len(parts) else None
+        x = layer(i, x, full)
+        del full
+    return x
+
+
 def round_again(x, parts, layer, dist):
     following = _begin(parts[0], dist) if parts else None
     for i in range(len(parts)):
@@ -714,6 +735,7 @@ MUTANTS = {
         read_only_moments,
         drops_the_remainder,
         skips_none,
+        leaves_gradients_off,
         state_in_float32,
     ],
     "sharding.3": [
@@ -735,6 +757,7 @@ MUTANTS = {
         two_ahead,
         round_again,
         in_float32,
+        in_the_dtype_of_x,
         never_waits,
         empties_the_list,
         zeroes_the_parts,

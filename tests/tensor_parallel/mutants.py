@@ -223,6 +223,18 @@ def _every_other(qkv, groups, rank, size):
     return torch.cat([g[rank::size] for g in groups])
 
 
+def copies_heads_that_are_too_few(qkv, out, heads, kv_heads, rank, size):
+    "Fewer key heads than ranks: several ranks get the same one."
+    if kv_heads >= size:
+        return solutions.cut_attention(qkv, out, heads, kv_heads, rank, size)
+    if heads % size:
+        raise ValueError("heads can't be cut")
+    dim, one = out.shape[1] // heads, rank * kv_heads // size
+    q, *kv = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim])
+    mine = [q.chunk(size)[rank], *(t[one * dim :][:dim] for t in kv)]
+    return torch.cat(mine), out.chunk(size, 1)[rank]
+
+
 # --- tensor_parallel.4: cross-entropy on a cut vocabulary -------------------------------------
 
 
@@ -258,12 +270,13 @@ def by_one_hot(logits, targets, start, dist):
     return (weight * (z.log() - t)).sum(), weight * (e / z - hot)
 
 
-def _loss(top="all", edge=0, mean="known", hot=True, target="summed", dtype=None):
+def _loss(top="all", edge=0, mean="known", hot=True, target="summed", dtype=None, double=False):
     "The reference in parts that the wrong answers change."
 
     def vocab_cross_entropy(logits, targets, start, dist):
         m = logits.amax(-1) if top else logits.new_zeros(len(logits))
-        if top == "all":
+        m = m.clamp(min=0) if top == "or zero" else m
+        if top in ("all", "or zero"):
             dist.all_reduce(m, op=dist.ReduceOp.MAX)
         exps = (logits - m[:, None]).exp()
         total = exps.sum(-1)
@@ -280,7 +293,7 @@ def _loss(top="all", edge=0, mean="known", hot=True, target="summed", dtype=None
         count = known.sum() if mean == "known" else len(targets)
         loss = (total.log() - own)[known].sum() / count
         grad = grad * known[:, None] if mean != "all of the gradient" else grad
-        return loss, (grad / count).to(dtype or grad.dtype)
+        return loss.double() if double else loss, (grad / count).to(dtype or grad.dtype)
 
     return vocab_cross_entropy
 
@@ -478,10 +491,13 @@ MUTANTS = {
         _attention(columns=_interleaved),
         _attention(columns=lambda out, heads, rank, size: out.chunk(size, 0)[rank]),
         _attention(check="heads"),
+        copies_heads_that_are_too_few,
     ],
     "tensor_parallel.4": [
         _loss(top="own"),
         _loss(top=None),
+        _loss(top="or zero"),
+        _loss(double=True),
         _loss(edge=1),
         _loss(mean="tokens"),
         _loss(mean="all of the gradient"),
