@@ -18,6 +18,7 @@ from course_lib.determinism import Operators
 GENERATORS = "Python's random", "NumPy's np.random", "torch"
 NAMES = "torch's number of threads", "deterministic algorithms", "warn_only", "torch.backends.cudnn.benchmark"
 BACKWARD = "a backward pass"
+LIST = "the last tensor of a list"
 
 
 @contextlib.contextmanager
@@ -56,16 +57,19 @@ def first_difference(answer):
 
         def run(which, changed=changed, ran=ran, starts=starts, calls=calls):
             calls.append(which)
-            with _disable_current_modes():  # so that `empty` finds other numbers in each run
-                torch.full((999,), float(which))
-            torch.empty(999).fill_(3)
+            with _disable_current_modes():  # so that memory is found with other numbers in each run
+                _ = [torch.full((999,), float(which)) for _ in range(3)]
+                del _
+            found = torch.empty(999)
+            _ = found, torch.empty_like(found), found.new_empty(999)
+            found.fill_(3)
             for k, (_, stage, same, other) in enumerate(stages):
                 starts.append(len(ran))
                 stage(other if which == 2 and changed is not None and k >= changed else same)
 
         with Operators(lambda func, _, ran=ran: ran.append(str(func))):
             run(0)
-        at = starts[changed or 0] + (stages[changed or 0][0] == BACKWARD)  # after one operator of the forward
+        at = starts[changed or 0] + (stages[changed or 0][0] in (BACKWARD, LIST))  # after one equal output
         got = core.call(answer, lambda: run(1), lambda: run(2))
         core.equal(calls[1:], [1, 2], "calls of `one` (1) and `two` (2)")
         if changed is None:
@@ -85,7 +89,7 @@ def _stages():
     x, zeros = torch.randn(n, m), torch.zeros(n, m)
     near, far, signed, first, second = x.clone(), x.clone(), zeros.clone(), zeros.clone(), zeros.clone()
     near[-1, -1], far[-1, -1], signed[-1, -1] = torch.nextafter(x[-1, -1], x.new_tensor(9.0)), 99.0, -0.0
-    first[0, 1], second[0, 2] = 1, 1
+    first[0, 1] = first[1, 2] = second[0, 2] = second[1, 1] = 1  # the same numbers in another order
     nan, far_nan = x.abs(), far.abs()
     nan[0], far_nan[0] = -1, -1
     leaf, matrix = torch.randn(n, m, requires_grad=True), torch.randn(m, 4)
@@ -95,7 +99,7 @@ def _stages():
         ("the sign of a zero", lambda v: v.clone(), zeros, signed),
         ("an output that has NaN in both runs", lambda v: v.log(), nan, far_nan),
         ("the second output, the places of a maximum", lambda v: v.max(1), first, second),
-        ("the last tensor of a list", lambda v: v.split(2), x, far),
+        (LIST, lambda v: (v[0], v.split(2)), x, far),
         ("a transposed output in bfloat16", lambda v: v.t(), x.bfloat16(), far.bfloat16()),
         ("a maximum, a tensor without dimensions", lambda v: v.amax(), x, far),
         ("memory that a later operator overwrites", lambda v: v.exp().zero_(), x, far),
@@ -172,29 +176,33 @@ def _set(threads, strict, warn_only, benchmark):
 def repeatable(answer):
     seed, draws, kept = random.randrange(10**6), [], _settings()
     try:
-        for given, fails in ((seed, False), (seed, True), (seed + 1, False), (seed + 1, True)):
+        cases = [(seed, False), (seed, True), (seed + 1, False), (seed + 1, True), (seed, False)]
+        for case, (given, fails) in enumerate(cases):
             _set(random.choice([2, 3]), given == seed, given == seed and not fails, not fails)
             where = "after a block that raised" if fails else "after the block"
+            where += ", in which another one ran" * (case == 4)
             with _stirred(f"{where} repeatable"):
                 before = _settings()
-                draws.append(_inside(answer, given, fails))
+                draws.append(_inside(answer, given, fails, case == 4))
                 for name, was, now in zip(NAMES, before, _settings(), strict=True):
                     core.equal(now, was, f"{name} {where}")
     finally:
         _set(*kept)
-    for name, first, second, third, _ in zip(GENERATORS, *draws, strict=True):
+    for name, first, second, third, *_ in zip(GENERATORS, *draws, strict=True):
         need(first == second, f"repeatable({seed}) twice: {name} drew other numbers; seed it")
         need(second != third, f"repeatable({seed}) and ({seed + 1}): {name} drew the same numbers")
 
 
-def _inside(answer, seed, fails):
-    "What the three generators draw inside a block that raises an error, or not."
+def _inside(answer, seed, fails, nested=False):
+    "What the three generators draw inside a block that raises an error, or not, or has a block inside."
     block, drawn = core.call(answer, seed), []
     need(hasattr(block, "__enter__"), f"expected something for `with`, got {core.kind(block)}")
     try:
         with block:
             for name, got, want in zip(NAMES, _settings(), (1, True, False, False), strict=True):
                 core.equal(got, want, f"{name} inside the block")
+            if nested:
+                _inside(answer, seed + 2, fails)
             drawn += [random.random()], np.random.rand(2).tolist(), torch.rand(2).tolist()
             _ = 1 / (not fails)
         need(not fails, "an error inside the block must reach the caller")
@@ -231,6 +239,7 @@ class Samples:
 def worker(answer):
     n, lr, orders = 47, random.uniform(0.2, 0.4), {}
     cases = [(workers, seed, rank) for workers in (1, 3) for seed in (4, 5) for rank in range(workers)]
+    cases += [(3, seed, 0) for seed in (0, 6, 7, 8, 9, 14, 104)]  # sums and products meet (4, 1) here
     for case in [*cases, cases[-1]]:
         (workers, seed, rank), where = case, f"rank {case[2]} of {case[0]}, seed {case[1]}"
         start, labels = torch.randn(61, 7), [random.randrange(7) for _ in range(n)]
@@ -255,7 +264,7 @@ def worker(answer):
         )
         again = orders.setdefault(case, samples.reads) == samples.reads
         need(again, where, "a second call read in another order; seed a torch.Generator")
-    steps = {(s, r): [i // 3 for i in orders[3, s, r]] for s in (4, 5) for r in (0, 1)}
+    steps = {(s, r): [i // 3 for i in order] for (w, s, r), order in orders.items() if w == 3 and r < 2}
     for one, two in itertools.combinations(steps, 2):
         same = f"(seed, rank) = {one} and {two} read their shards in one order; mix rank and seed"
         need(steps[one] != steps[two], same)

@@ -39,7 +39,7 @@ def _seen(git, folder):
 def _files(indented):
     "Files of several kinds with fresh contents; what differs in net.py is its indentation alone."
     line = [f"{random.random()}\n" for _ in range(9)]
-    files = {"train.py": "".join(line), "net.py": f"if 1:\n    a = 1\n{'    ' * indented}b = 2\n"}
+    files = {"train.py": "".join(line) + "\n", "net.py": f"if 1:\n    a = 1\n{'    ' * indented}b = 2\n"}
     files |= {"conf/net.yaml": f"width: {line[0]}", "dos.txt": line[1].replace("\n", "\r\n")}
     return files | {"data.bin": "\0" + "".join(map(chr, random.sample(range(256), 99)))}
 
@@ -52,11 +52,13 @@ def _states(top):
         folder = Path(top, what)
         git = records.repository(folder, {".gitignore": "*.log\n"})
         for message in ("second", "third"):
-            _write(folder, _files(False))
+            _write(folder, _files(False) | {"old.py": "a = 0\n"})
             records.commit(folder, {}, message)
         commit = git("rev-parse", "HEAD~1")  # the newest commit is on another branch
         git("checkout", "--quiet", *random.choice((["--detach"], ["-b", "mine"])), commit)
         _write(folder, {"run.log": ""} | (_files(True) | {"new.py": "a = 1\n"} if "staged" in what else {}))
+        if "staged" in what:
+            (folder / "old.py").unlink()
         if what.startswith("staged"):
             git("add", ".")
         _write(folder, late)
@@ -103,9 +105,10 @@ def _one_manifest(make, what, folder, git, commit):
         again = folder.with_name(f"{folder.name} again")
         git("worktree", "add", "--detach", again, commit)
         records.git(again)("apply", input=f"{got.get('diff')}\n")
-        for name in git("ls-files").splitlines():
-            same = (again / name).is_file() and (again / name).read_bytes() == (folder / name).read_bytes()
-            core.require(same, f"'diff' of {where}: applied to the commit it does not give {name} as it is")
+        for name in git("ls-files", "--with-tree=HEAD").splitlines():
+            then, now = (p.read_bytes() if p.is_file() else None for p in (again / name, folder / name))
+            wrong = f"'diff' of {where}: applied to the commit it does not give {name} as it is"
+            core.require(then == now, wrong)
     core.require(json.loads(json.dumps(got)) == got, "the manifest is another when read back from JSON")
 
 
@@ -174,6 +177,8 @@ def rerun(answer):
         odd["a diff of another commit"] = kept[3][0] | {"commit": last["commit"]}
         for why, found in odd.items():
             core.refuses(answer, found, git, Path(top, why), why=f"a manifest with {why}")
+            wrote = f"a manifest with {why}: rerun wrote to the repository's own files, branches or stash"
+            core.require(_seen(git, folder) == before, wrote)
 
 
 def _cell(id, targets, uses):

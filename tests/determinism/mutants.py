@@ -102,6 +102,13 @@ almost_equal = _compared(
 )
 
 
+sum_of_the_bytes = _compared(_skip_empty(lambda out: [sum(_bytes(t)) for t in _tensors(out)]), operator.ne)
+memory_behind_a_view_too = _compared(
+    _skip_empty(lambda out: [t.untyped_storage().tolist() for t in _tensors(out)]), operator.ne
+)
+one_kind_of_empty = _compared(
+    lambda name, out: [] if name.startswith("aten.empty") else [_bytes(t) for t in _tensors(out)], operator.ne
+)
 the_last = _compared(_skip_empty(lambda out: [_bytes(t) for t in _tensors(out)]), operator.ne, last=True)
 
 
@@ -235,6 +242,20 @@ def without_finally(seed):
         put(state)
 
 
+KEPT = []
+
+
+@contextlib.contextmanager
+def one_place_for_all_blocks(seed):
+    KEPT[:] = _kept()
+    _begin(seed)
+    try:
+        yield
+    finally:
+        for put, state in KEPT:
+            put(state)
+
+
 def _block(enter):
     "The course's block with something more to do on the way in."
 
@@ -330,6 +351,21 @@ def one_order_for_all_ranks(weights, samples, rank, workers, seed, lr):
         _step(weights, *samples[shard[i]], lr)
 
 
+def _from(number):
+    "A wrong answer: its order is drawn from the seed `number(seed, rank)`, which two pairs share."
+
+    def worker(weights, samples, rank, workers, seed, lr):
+        shard, generator = range(rank, len(samples), workers), _generator(number(seed, rank))
+        for i in torch.randperm(len(shard), generator=generator).tolist():
+            _step(weights, *samples[shard[i]], lr)
+
+    return worker
+
+
+seed_times_rank = _from(lambda seed, rank: seed * (rank + 1))
+seed_and_ten_times_rank = _from(lambda seed, rank: seed + 10 * rank)
+
+
 def seeds_numpys_generator(weights, samples, rank, workers, seed, lr):
     np.random.seed(seed * workers + rank)
     for i in np.random.permutation(range(rank, len(samples), workers)).tolist():
@@ -350,6 +386,9 @@ MUTANTS = {
         single_tensors_only,
         empty_memory_too,
         almost_equal,
+        sum_of_the_bytes,
+        memory_behind_a_view_too,
+        one_kind_of_empty,
         the_last,
     ],
     "determinism.2": [
@@ -361,6 +400,7 @@ MUTANTS = {
     ],
     "determinism.3": [
         without_finally,
+        one_place_for_all_blocks,
         strict_mode_off_afterwards,
         forgets_numpy,
         one_seed_for_all,
@@ -372,6 +412,8 @@ MUTANTS = {
         works_on_a_copy_and_writes_it_back,
         dense_gradient,
         one_order_for_all_ranks,
+        seed_times_rank,
+        seed_and_ten_times_rank,
         seeds_numpys_generator,
     ],
 }

@@ -86,6 +86,10 @@ only_unstaged_changes = _with(diff=lambda config, git: git("diff", "--binary"))
 stages_what_somebody_is_working_on = _with(diff=_stages)
 binary_files_left_out = _with(diff=lambda config, git: git("diff", "HEAD"))
 the_newest_commit_of_all_branches = _with(commit=lambda config, git: git("log", "--all", "-1", "--format=%H"))
+the_diff_without_blanks_at_its_end = _with(
+    diff=lambda config, git: (git("diff", "HEAD", "--binary") or "").strip() if git("status") else None
+)
+deleted_files_left_out = _with(diff=lambda config, git: git("diff", "HEAD", "--binary", "--diff-filter=AM"))
 clean_when_the_diff_is_empty = _with(clean=lambda config, git: git("diff", "HEAD") == "")
 empty_diff_where_there_is_no_repository = _with(
     diff=lambda config, git: git("diff", "HEAD", "--binary") or ""
@@ -201,6 +205,14 @@ def runs_an_unknown_commit_as_it_is(found, git, folder):
     if found["diff"] and records.git(folder)("apply", input=found["diff"] + "\n") is None:
         raise ValueError("the diff does not fit")
     return records.run_script(folder, found)
+
+
+def stashes_when_it_gives_up(found, git, folder):
+    try:
+        return _rerun(found, git, folder)
+    except ValueError:
+        git("stash")
+        raise
 
 
 # --- records.3 and .4: cells ---------------------------------------------------------------------
@@ -338,6 +350,8 @@ MUTANTS = {
         only_unstaged_changes,
         stages_what_somebody_is_working_on,
         binary_files_left_out,
+        the_diff_without_blanks_at_its_end,
+        deleted_files_left_out,
         the_newest_commit_of_all_branches,
         clean_when_the_diff_is_empty,
         empty_diff_where_there_is_no_repository,
@@ -353,6 +367,7 @@ MUTANTS = {
         stashes_and_puts_everything_back,
         files_of_today_in_the_copy,
         runs_an_unknown_commit_as_it_is,
+        stashes_when_it_gives_up,
     ],
     "records.3": [
         one_step_back_only,

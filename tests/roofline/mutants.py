@@ -137,6 +137,11 @@ def every_aten_row(rows, steps, gpu):
     return _class_ms(rows, steps, gpu, lambda r: _counts(r) or r.key.startswith("aten::"), _own(gpu))
 
 
+def the_hosts_rows_of_generated_kernels(rows, steps, gpu):
+    on_the_host = [r for r in rows if r.device_type != CUDA]
+    return _class_ms(on_the_host, steps, gpu, lambda r: r.key.startswith(("aten::", "triton_")), _own(gpu))
+
+
 def always_the_host(rows, steps, gpu):
     return _class_ms(rows, steps, gpu, _counts, lambda r: r.self_cpu_time_total)
 
@@ -197,6 +202,11 @@ def two_bytes_always(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
 def negative_where_there_is_none(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
     gain = 2 * fan_in * fan_out * peak_bytes - itemsize * (fan_in + fan_out) * peak_flops
     return math.ceil(itemsize * fan_in * fan_out * peak_flops / gain)
+
+
+def a_half_added_and_rounded(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
+    gain = 2 * fan_in * fan_out * peak_bytes - itemsize * (fan_in + fan_out) * peak_flops
+    return round(itemsize * fan_in * fan_out * peak_flops / gain + 0.5) if gain > 0 else None
 
 
 def next_power_of_two(fan_in, fan_out, itemsize, peak_flops, peak_bytes):
@@ -301,6 +311,13 @@ def forgets_the_gpus(m, rate, gpus, peaks):
     return _mfu(_per_token(m, (m.seq + 1) / 2), rate / max(gpus, 2), 1, peaks["dense"])
 
 
+def refuses_by_the_rounded_percentage(m, rate, gpus, peaks):
+    used = rate * _per_token(m, (m.seq + 1) / 2) / (gpus * peaks["dense"])
+    if round(100 * used) > 100:
+        raise ValueError("more than the peak")
+    return used
+
+
 def caps_at_100_per_cent(m, rate, gpus, peaks):
     return min(1.0, rate * _per_token(m, (m.seq + 1) / 2) / (gpus * peaks["dense"]))
 
@@ -391,13 +408,16 @@ MUTANTS = {
     "roofline.1": [forgets_the_factor_2, reads_the_weights_for_every_batch, reads_a_broadcast_bias_in_full,
                    shares_the_weights_of_a_batched_product, sums_a_vector_to_nothing, assumes_two_bytes],
     "roofline.2": [only_what_ran, adds_totals, counts_every_row, counts_triton_twice, every_aten_row,
-                   forgets_generated_kernels, milliseconds_of_all_steps, always_the_host],
+                   forgets_generated_kernels, milliseconds_of_all_steps, always_the_host,
+                   the_hosts_rows_of_generated_kernels],
     "roofline.3": [weights_alone, one_more_than_the_floor, forgets_the_result, rounds_down,
-                   two_bytes_always, negative_where_there_is_none, next_power_of_two],
+                   two_bytes_always, negative_where_there_is_none, next_power_of_two,
+                   a_half_added_and_rounded],
     "roofline.4": [six_n_d, forward_only, attention_causal_here, counts_the_embedding_table,
                    feed_forward_is_four_widths, one_sequence],
     "roofline.5": [full_attention, rounds_the_mean_down, everything_halved, refuses_by_the_sparse_peak,
-                   embedding_table_too, forgets_the_gpus, caps_at_100_per_cent],
+                   embedding_table_too, forgets_the_gpus, caps_at_100_per_cent,
+                   refuses_by_the_rounded_percentage],
     "roofline.6": [synchronise_after_the_clock, mean_of_the_runs, upper_median, warm_up_among_the_runs,
                    the_loop_over_its_runs, another_clock],
 }  # fmt: skip
