@@ -308,9 +308,8 @@ def score_all(answer):
         shape, dtype = random.choice([(size,), (1, size), (size, 1, 1)]), torch.float64
         with gpu, gpu.stream(gpu.Stream() if case % 2 else gpu.current_stream()):
             batches = [torch.randn(shape, dtype=dtype).pin_memory() for _ in range(n)]
-            earlier = _two(torch.empty, shape, dtype)
-            gpu.launch("earlier work", 0, reads=earlier)
-            del earlier  # the buffers get this memory
+            # The buffers get this memory.
+            gpu.launch("earlier work", 0, reads=_two(torch.empty, shape, dtype))
 
             def score(x, gpu=gpu, used=used, works=works, shape=shape):
                 fits = isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (shape, torch.float64)
@@ -327,8 +326,7 @@ def score_all(answer):
             core.close(gpu.now, 0.0, f"{what}: µs for which Python waited")
             for stream in gpu.streams:  # who asks there next gets the buffers' memory (a score has less)
                 with gpu.stream(stream):
-                    later = f"{what}: memory of the buffers, used again after the return"
-                    _on_gpu(later, _two, torch.zeros, shape, dtype)
+                    _on_gpu(f"{what}: the buffers' memory, used later", _two, torch.zeros, shape, dtype)
             gpu.synchronize()
             want = torch.stack([b.sum() for b in batches])
             core.close(got.to("cpu") if isinstance(got, torch.Tensor) else got, want, f"{what}: the scores")
@@ -362,9 +360,8 @@ def prefetch(answer):
                     if batch is None:
                         break
                     core.require(i < n, f"{what}: more batches came out than went in")
-                    core.equal(
-                        len(taken), min(n, i + 2), f"{what}: batches taken before batch {i + 1} was given"
-                    )
+                    early = f"{what}: batches taken before batch {i + 1} was given"
+                    core.equal(len(taken), min(n, i + 2), early)
                     _used(gpu, batch, host[i], works[i], f"{what}: batch {i + 1}")
                 held = any(r() is not None for old in given[: max(0, i - 1)] for r in old)
                 core.require(not held, f"{what}: a batch is still held when the second after it is given")
