@@ -91,7 +91,7 @@ def pack(answer):
     few = [random.randint(1, 30) for _ in range(7)]
     cases = [(real, 512, " in random order"), (sorted(real), 512, ", short ones first"), (small, 300, ""),
              (sorted(real, reverse=True), 512, ", long ones first"),
-             ([], 9, ""), ([7], 7, ""), (few, 31, "")]  # fmt: skip
+             ([], 9, ""), ([7], 7, ""), (few, 31, ""), ([*few, 601], 640, "")]  # fmt: skip
     for lengths, context, order in cases:
         what = f"{len(lengths)} documents{order}, context {context}"
         rows = _once_each(core.call(answer, lengths, context), len(lengths), what)

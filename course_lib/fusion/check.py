@@ -36,7 +36,7 @@ def chain_bytes(answer):
 def _chain(case):
     "Shapes, steps and results of a chain; each mistake shows at fixed cases, and in others by chance."
     rows, columns = core.ragged(3, 40, 2)
-    shapes = {"x": (rows, columns), "y": (rows, columns)}
+    shapes = {"x": (rows, columns), "y": (3,) * (case % 2) + (rows, columns)}
     shapes |= {"bias": (columns,), "scale": (rows, 1)} if case % 3 else {"one": ()}
     names, steps = list(shapes), []
     for k in range(random.randrange(3, 8)):

@@ -150,10 +150,10 @@ def _captured(gpu, graph, made, static):
 def _state_of(made, net):
     for name in ("lr", "t", "average"):
         t = getattr(made, name, None)
-        fine = isinstance(t, torch.Tensor) and not t.dim() and t.is_cuda
-        core.require(
-            fine, f"step.{name}: expected a tensor without dimensions, on the GPU, not {core.kind(t)}"
-        )
+        fine = isinstance(t, torch.Tensor) and not t.dim() and t.is_cuda and not t.requires_grad
+        graph = " that keeps a graph" * (isinstance(t, torch.Tensor) and t.requires_grad)
+        expected = f"step.{name}: expected a detached tensor without dimensions, on the GPU"
+        core.require(fine, f"{expected}, not {core.kind(t)}{graph}")
     state = _on_gpu("state()", made.state)
     tensors = isinstance(state, list | tuple) and all(isinstance(t, torch.Tensor) for t in state)
     core.require(tensors, f"state(): expected a list of tensors, got {core.kind(state)}")

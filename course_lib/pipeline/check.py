@@ -4,6 +4,7 @@ formulas for length and memory, autograd in float64 and PyTorch's counter of FLO
 import copy
 import graphlib
 import itertools
+import numbers
 import random
 
 import torch
@@ -68,13 +69,16 @@ def _judged(answer, args, p, m, stages, kinds):
         k, row = next((k, row) for k, row in enumerate(got) if not isinstance(row, lists))
         shown = f"a list whose row {k} is {core.kind(row)}"
     core.require(good and len(got) == p, f"{what}: expected a list of {p} lists, got {shown}")
-    plan = [[tuple(op) if isinstance(op, lists) else op for op in row] for row in got]
-    form, seen = f"kinds {', '.join(kinds)}, microbatches below {m}, stages below {stages}", set()
+    plan, seen = [list(row) for row in got], set()
+    form = f"kinds {', '.join(kinds)}, ints below {m} for microbatches and below {stages} for stages"
     for rank, row in enumerate(plan):
-        for op in row:
+        for k, op in enumerate(row):
             fits = isinstance(op, tuple) and len(op) == 3 and op[0] in tuple(kinds)
+            fits = fits and all(isinstance(n, numbers.Integral) for n in op[1:])
             fits = fits and op[1] in range(m) and op[2] in range(stages)
-            core.require(fits, f"{what}: expected (kind, microbatch, stage), {form}, got {_short_text(op)}")
+            expected = f"{what}: expected tuples (kind, microbatch, stage), {form}"
+            core.require(fits, f"{expected}, got {_short_text(op)}")
+            row[k] = op = op[0], int(op[1]), int(op[2])
             home = op[2] % p
             core.require(home == rank, f"{what}: rank {rank} has {_words(op)}, which is on rank {home}")
             core.require(op not in seen, f"{what}: {_words(op)} is there twice")
@@ -340,7 +344,7 @@ def zero_bubble(answer):
 @core.exercise("pipeline.7", "a bubble of (p-1)/(vm+p-1) with the memory of the interleaved 1F1B")
 def interleaved(answer):
     drawn = [(random.randint(2, 5), random.randint(1, 4), random.randint(1, 3)) for _ in range(4)]
-    for p, v, rounds in [(1, 2, 3), (2, 3, 1), (4, 2, 2), (3, 1, 2), *drawn]:
+    for p, v, rounds in [(1, 2, 3), (3, 3, 1), (4, 2, 2), (3, 1, 2), *drawn]:
         m = p * rounds
         ticks, kept, what, _ = _judged(answer, (p, v, m), p, m, p * v, "FB")
         _short(ticks, 3 * (v * m + p - 1), what)

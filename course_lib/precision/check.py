@@ -78,6 +78,8 @@ def stochastic_round(answer):
     for part in (1 / 1024, random.uniform(0.05, 0.3), 0.5, random.uniform(0.6, 0.9), 1 - 1 / 512):
         _mean(answer, part, 1.0)
         _mean(answer, part, -1.0)
+    _mean(answer, 0, random.choice([1.0, -1.0]), 2_000_000)  # a random number too many, and one too few
+    _mean(answer, 2**-16, random.choice([1.0, -1.0]), 4_000_000)
     again = torch.equal(*(_bf16(answer, torch.full((50, 40), 1.0 + 2.0**-8)) for _ in range(2)))
     core.require(not again, "two calls rounded 2,000 numbers alike: draw new random numbers in each call")
     _independent(answer)
@@ -85,9 +87,9 @@ def stochastic_round(answer):
 
 def _independent(answer):
     p, seed = random.randrange(26_000, 40_000) / 2**16, torch.initial_seed()
-    x = torch.full((2 * random.randrange(200, 400),), 1 + p / 128)
+    x = torch.full((3, random.randrange(50, 100), 4), 1 + p / 128)
     ups = torch.tensor([float((_bf16(answer, x) > 1).sum()) for _ in range(400)])
-    ratio = float(ups.var()) / (len(x) * p * (1 - p))
+    ratio = float(ups.var()) / (x.numel() * p * (1 - p))
     many = f"the count of equal numbers rounded up varies {ratio:.2f} times as much as with independent draws"
     # A right answer is refused once in 10^9.
     core.require(0.6 < ratio < 1.6, f"{many}: each element needs a random number of its own")
@@ -112,14 +114,14 @@ def _neighbours(answer):
         got, want = _finite(_bf16(answer, exact)), _finite(exact)
         core.close(got, want, f"numbers that bfloat16 holds exactly{BAD}", rtol=0, atol=0)
     _bf16(answer, torch.tensor(0.75))
-    odd = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    odd = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
     core.require(_bf16(answer, odd).isnan().all(), "a NaN with unusual bits is no NaN afterwards")
 
 
-def _mean(answer, part, sign):
+def _mean(answer, part, sign, n=200_000):
     # `part` is how far x is from one bfloat16 to the next, away from zero: exact in float32.
     low = 2.0 ** random.randrange(-20, 20) * (1 + random.randrange(126) / 128)
-    step, n, p = 2.0 ** (math.frexp(low)[1] - 8), 200_000, round(part * 2**16) / 2**16
+    step, p = 2.0 ** (math.frexp(low)[1] - 8), round(part * 2**16) / 2**16
     x = sign * (low + p * step)
     away = _bf16(answer, torch.full((400, n // 400), x)).double().abs() > low
     allowed = 7 * math.sqrt(n * p * (1 - p)) + 2  # a right answer is refused once in 10^11
@@ -127,7 +129,7 @@ def _mean(answer, part, sign):
     count = f"of {n:,} roundings {n * p:,.0f} ± {allowed:,.0f} should go to the second, {found:,} did"
     alike = any(bool((away == some).all()) for some in (away[:, :1], away[:1])) and 0.01 < p < 0.99
     hint = "; equal numbers were rounded alike: each element needs a random number of its own" * alike
-    where = f"{x:.9g} lies {p:.4f} of the way from {sign * low:g} to {sign * (low + step):g}"
+    where = f"{x:.9g} lies {p:.6g} of the way from {sign * low:g} to {sign * (low + step):g}"
     core.require(abs(found - n * p) <= allowed and not alike, f"{where}: {count}{hint}")
 
 
@@ -408,9 +410,7 @@ def _round_trip(to_fp8, from_fp8, x, what):
     exact, value = x.double().where(finite, 0.0), core.number(scale, f"scale of {what}")
     core.require(value > 0, f"scale of {what}: expected a number above 0, got {value:g}")
     if isinstance(scale, torch.Tensor):
-        core.require(
-            scale.dtype == torch.float32, f"scale of {what}: expected float32, got {_short(scale.dtype)}"
-        )
+        core.equal(_short(scale.dtype), "float32", f"dtype of the scale of {what}")
     if exact.any():  # without a finite number other than zero, any positive scale will do
         want = max(float(exact.abs().max()) / 448, 2.0**-126)
         core.close(value, want, f"scale of {what}: max |x| / 448, at least 2^-126", rtol=1e-5, atol=0)

@@ -40,7 +40,6 @@ def _step(run, leaves):
 
 @core.exercise("recompute.1", "results, gradients, calls and memory right for ten stacks, dropout included")
 def run_segments(answer):
-    core.need_callable(answer)
     for case in range(10):
         n, rows = random.randrange(4, 9), random.randrange(3, 9)
         segment = (0, 1, 2, 3, n - 1, n, n + 2)[case % 7]
@@ -134,7 +133,6 @@ def again(answer):
 
 @core.exercise("recompute.3", "the first call's numbers again, the generator left alone, after errors too")
 def same_random(answer):
-    core.need_callable(answer)
     for _ in range(6):
         n, m, start, broken, ran = *core.ragged(2, 9, 2), random.randrange(10**6), [], []
 
@@ -209,40 +207,41 @@ def _fitting(calls, budget):
     return fits, sum(f for *_, f in calls) - max(sum(calls[i][2] for i in k) for k in fits)
 
 
-def _tempting(calls):
-    "A budget at which it isn't best to take the most FLOPs a byte first, where there is one."
-    sums = [
-        sum(random.sample([s for _, s, _ in calls], n)) for n in range(1, len(calls) + 1) for _ in range(3)
-    ]
-    for budget in random.sample([b - odd for b in sums for odd in (0, 1)], 2 * len(sums)):
-        left, again = budget, sum(f for *_, f in calls)
-        for _, size, flops in sorted(calls, key=lambda c: -c[2] / c[1]):
-            left, again = (left - size, again - flops) if size <= left else (left, again)
-        if again != _fitting(calls, budget)[1]:
-            break
-    return budget
-
-
-def _alike(context_fn, calls):
-    "Ask the policy in a first and a second run, as torch up to 2.11 does."
-    policy = context_fn()[0].policy_fn
+def _asked(context_fn, calls):
+    "The calls that a policy keeps, asked in a first and a second run, as torch up to 2.11 does."
+    ask = getattr(context_fn()[0], "policy_fn", None)
+    if ask is None:
+        return None  # contexts of another kind
     first, second = (
-        [policy(SimpleNamespace(is_recompute=again), op, x=1) for op, *_ in calls] for again in (0, 1)
+        [ask(SimpleNamespace(is_recompute=again), op, x=1) for op, *_ in calls] for again in (False, True)
     )
     core.require(first == second, "the policy decides differently when it is asked in the second run, too")
+    return tuple(i for i, said in enumerate(first) if said is True or "SAVE" in str(said))
+
+
+def _invented(answer):
+    "Nine calls that no network makes: it seldom helps to take the best ones first."
+    ops = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
+    calls = [(random.choice(ops), random.randint(9, 99), random.randint(9, 99)) for _ in range(9)]
+    fits, fewest = _fitting(calls, budget := random.randint(0, sum(size for _, size, _ in calls)))
+    what = f"calls of (bytes, FLOPs) {', '.join(str(c[1:]) for c in calls)}, budget {budget} bytes"
+    kept = _asked(core.call(answer, calls, budget), calls)
+    core.require(kept is None or kept in fits, f"{what}: the policy keeps more, calls {kept} from 0")
+    again = fewest if kept is None else sum(c[2] for i, c in enumerate(calls) if i not in kept)
+    core.equal(again, fewest, f"{what}: FLOPs that are run again", "FLOPs")
 
 
 @core.exercise(
     "recompute.4", "within budget at the fewest FLOPs in 24 blocks, over two steps and two blocks each"
 )
 def selective(answer):
-    core.need_callable(answer)
     for case in range(24):
         net = _Products(core.ragged(2, 12, 1)[0], random.sample(3 * ["bmm", "mm"], random.randrange(2, 5)))
         x = torch.randn(*core.ragged(2, 12, 2), net.maps[0].in_features, requires_grad=True)
         calls = recompute.calls_again(net, x)
         sizes, numbers = [size for _, size, _ in calls], range(len(calls))
-        budget = (_tempting(calls), _tempting(calls), sum(sizes), 0)[case % 4]
+        some = sum(random.sample(sizes, random.randint(1, len(calls))))
+        budget = (some, some - 1, sum(sizes), 0)[case % 4]
         fits, fewest = _fitting(calls, budget)
         context_fn = core.call(answer, calls, budget)
         core.need_callable(context_fn, "a context_fn from selective(calls, budget)")
@@ -256,4 +255,5 @@ def selective(answer):
             rest = [sum(calls[i][2] for i in numbers if i not in k) for k in fits]
             exact = {sum(sizes[i] for i in k) for k, flops in zip(fits, rest, strict=True) if flops == fewest}
             core.require(held / 2 - x.nbytes in exact, f"{what}: results without FLOPs are kept, too")
-        _alike(context_fn, calls)
+        _asked(context_fn, calls)
+        _invented(answer)

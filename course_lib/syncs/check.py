@@ -237,7 +237,7 @@ def _host(kind, end, gap):
     a, b = end - random.randrange(2, 8), end + random.randrange(1, gap - 2)
     if "Synchronize" in kind:  # an operator that begins within the wait is not around it
         cat = "cuda_driver" if kind.startswith("cuS") else "cuda_runtime"
-        return [_event(cat, kind, a, b), _event("cpu_op", "aten::mul", end, end + gap, 3)], kind
+        return [_event(cat, kind, a, b), _event("cpu_op", "aten::mul", end, b)], kind
     around = [_event("cpu_op", "aten::inner", a - 1, b), _event("cpu_op", kind, a - 2, b + 1)]
     name = "cudaSynchronizeLater" if kind == "busy" else "cudaStreamSynchronize"
     around.append(_event("cuda_runtime", name, end + 1 if kind == "late" else a, b))
@@ -252,7 +252,7 @@ def _trace(case):
         end = t + random.randrange(24, 60)
         cut = random.randrange(t + 1, end)
         side = [(a, a + 2) for a in random.sample(range(t, end - 2), len(streams) - 1)]  # under a longer one
-        for a, b in [(t, cut), (cut, end), *side]:
+        for a, b in [(t, cut), (cut, end), (cut, cut + 1), *side]:
             cat = random.choice(["kernel", "gpu_memcpy", "gpu_memset"])
             events.append(_event(cat, "work", a, b, random.choice(streams), 0))
         events.append(_event("cuda_runtime", "cudaStreamSynchronize", t + 1, t + 4))  # over before the gap
@@ -261,15 +261,16 @@ def _trace(case):
             found, cause = _host(WAITING[case % 6] if gap == max(gaps) else random.choice(WAITING), end, gap)
             events, want = events + found, (end / 2, gap / 2, cause) if gap == max(gaps) else want
         t = end + gap
-    # Another process with the same thread number, a data loader's thread, and what is no operator.
+    # Another process with the same thread number, a data loader's thread, and what is no operator or work.
     events += [_event("cpu_op", "aten::copy_", 1, t, pid=72), _event("cpu_op", "aten::copy_", 1, t, 2)]
     events += [_event("user_annotation", "ProfilerStep#3", 0, t), {"ph": "M", "name": "m", "pid": 71}]
+    idle = want[0] + 1  # within the largest gap
+    events += [_event("gpu_user_annotation", "m", 0, 2 * idle), events[0] | {"ph": "i", "ts": idle}]
     return events, want, f"a trace in which the GPU works at {', '.join(busy)} µs"
 
 
 @core.exercise("syncs.3", "largest gap and its cause right in 48 traces of up to three streams")
 def largest_gap(answer):
-    core.need_callable(answer)
     for case in range(48):
         events, (start, duration, cause), what = _trace(case)
         shift = 1_000_000_000 * (case % 5 == 0)
@@ -281,8 +282,8 @@ def largest_gap(answer):
         core.close(got[0], start, f"start of the largest gap in {what}", rtol=0, atol=1e-3)
         at = f"cause of the gap at {start:g} in {what}"
         core.require(got[2] == cause, f"{at}: expected {cause!r}, got {got[2]!r}")
-    kernels = [_event("kernel", "k", 13, 20, 7, 0), _event("kernel", "m", 5, 14, 20, 0)]
-    for n, what in enumerate(("no work on the GPU", "one kernel", "two kernels that overlap")):
+    kernels = [_event("kernel", "k", a, b, a, 0) for a, b in ((13, 20), (5, 14), (20, 31))]
+    for n, what in enumerate(("no work on the GPU", "one kernel", "two that overlap", "three without a gap")):
         got = core.call(answer, [_event("cpu_op", "aten::add", 3, 9), *kernels[:n]])
         core.require(got is None, f"a trace with {what}: expected None, got {str(got)[:80]}")
 
@@ -298,7 +299,6 @@ def _padded(n, t, d, dtype=torch.float32):
 
 @core.exercise("syncs.4", "means right for ragged and empty batches; as few operators for 41 as for 7")
 def pool(answer):
-    core.need_callable(answer)
     n, t, d = core.ragged(3, 20, 3)
     shapes = [(n, t, d), (1, t, d), (0, t, d), (n, 1, d), (n, t, 1), (n + 1, t, d)]
     for dtype, shape in itertools.product((torch.float32, torch.float64, torch.bfloat16), shapes):

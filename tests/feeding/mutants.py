@@ -156,6 +156,17 @@ def one_too_many(lengths, context):
     return solutions.pack(lengths, context + 1)
 
 
+def rooms_of_512(lengths, context):
+    refused(lengths, context)
+    rows, by_room = [], [[] for _ in range(512 + 1)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((by_room[r].pop() for r in range(lengths[i], context + 1) if by_room[r]), [])
+        rows += [row] * (not row)
+        row.append(i)
+        by_room[context - sum(lengths[k] for k in row)].append(row)
+    return rows
+
+
 def counts_from_one(lengths, context):
     for i, n in enumerate(lengths, start=1):
         if n > context:
@@ -583,7 +594,7 @@ MUTANTS = {
     "feeding.1": [mean_of_wastes, always_one_more, totals_as_floats, empties_the_batches,
                   twice_through, one_width],
     "feeding.2": [next_fit, next_fit_decreasing, drops_long_ones, cuts_long_ones, by_value,
-                  lengths_in_rows, without_the_last, one_too_many, counts_from_one],
+                  lengths_in_rows, without_the_last, one_too_many, counts_from_one, rooms_of_512],
     "feeding.3": [(plain_targets, _MASK), (running_positions, _MASK), (all_one_document, _MASK),
                   (numbered_in_the_padding(0), _MASK),
                   (numbered_in_the_padding(-1), _MASK), (zero_as_target, _MASK),

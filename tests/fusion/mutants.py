@@ -49,14 +49,25 @@ def walking_back(shapes, steps, results, itemsize=4):
     ) * itemsize
 
 
-def _bytes(shapes, steps, results, itemsize=4, *, distinct=True, full_reads=False, live=True, outputs=set):
+def _bytes(
+    shapes,
+    steps,
+    results,
+    itemsize=4,
+    *,
+    distinct=True,
+    full_reads=False,
+    live=True,
+    outputs=set,
+    broadcast=torch.broadcast_shapes,
+):
     "The sum, in which a part can be wrong."
     inputs, shapes = list(shapes), dict(shapes)
     needs, unfused = {name: {name} for name in shapes}, 0
     for name, *operands in steps:
         read = [a for a in operands if isinstance(a, str)]
         read = list(dict.fromkeys(read)) if distinct else read
-        shapes[name] = tuple(torch.broadcast_shapes(*(shapes[a] for a in read)))
+        shapes[name] = tuple(broadcast(*(shapes[a] for a in read)))
         needs[name] = set().union(*(needs[a] for a in read))
         size = math.prod(shapes[name])
         unfused += sum(size if full_reads else math.prod(shapes[a]) for a in read) + size
@@ -79,6 +90,14 @@ def reads_inputs_that_nothing_needs(*args):
 
 def writes_a_result_as_often_as_it_is_named(*args):
     return _bytes(*args, outputs=list)
+
+
+def has_two_dimensions(*args):
+    def broadcast(*shapes):
+        full = [(1,) * (2 - len(s)) + tuple(s) for s in shapes]
+        return max(s[0] for s in full), max(s[1] for s in full)
+
+    return _bytes(*args, broadcast=broadcast)
 
 
 def takes_float32_for_granted(shapes, steps, results, itemsize=4):
@@ -651,6 +670,7 @@ MUTANTS = {
     "fusion.1": [
         reads_an_operand_twice, reads_a_broadcast_row_as_a_matrix, reads_inputs_that_nothing_needs,
         writes_a_result_as_often_as_it_is_named, takes_float32_for_granted, takes_numbers_for_floats,
+        has_two_dimensions,
     ],
     "fusion.2": [
         reflected_division_in_the_wrong_order, takes_the_first_branch, keywords_become_positions,

@@ -212,6 +212,11 @@ class OneLoss(solutions.Step):
         return self.loss.copy_(super().__call__(x, y))
 
 
+def _note_with_a_graph(self, loss):
+    with torch.enable_grad():
+        self.average.mul_(0.9).add_(loss, alpha=0.1)
+
+
 def _noise_into_x(self, x):
     x += 0.1 * torch.randn_like(x)
     return torch.zeros_like(x)
@@ -567,6 +572,7 @@ MUTANTS = {
         variant("branches on the norm", scale=lambda self, norm: 1 / norm if norm > 1 else 1.0),
         variant("state without the moments", state=_misses(lambda self: [*self.m, *self.v])),
         OneLoss,
+        variant("the average keeps graphs", note=_note_with_a_graph),
         variant("state gives clones", state=lambda self: [t.clone() for t in solutions.Step.state(self)]),
     ],
     "launches.3": [

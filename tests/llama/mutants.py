@@ -5,8 +5,10 @@ import sys
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -443,6 +445,32 @@ def by_wildcard(model, way, mesh):
     return model
 
 
+def by_hooks(model, way, mesh):
+    "Right: gradients averaged by hooks, weights cut in their last dimension, names by pattern."
+    if way == "data":
+
+        def average(p):
+            dist.all_reduce(p.grad, group=mesh.get_group())
+            p.grad /= mesh.size()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(average)
+    elif way == "sharded":
+        for part in (*model.model["layers"], model):
+            fully_shard(part, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    else:
+        for block in model.model["layers"]:
+            up = {"[qkv]_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+            parallelize_module(block.self_attn, mesh, up)
+            up = {
+                "gate_proj": ColwiseParallel(),
+                "up_proj": ColwiseParallel(),
+                "down_proj": RowwiseParallel(),
+            }
+            parallelize_module(block.mlp, mesh, up)
+    return model
+
+
 def by_match(model, way, mesh):
     "Right: parts of attention and feed-forward one by one."
     match way:
@@ -486,6 +514,39 @@ def copies_everywhere(model, way, mesh):
 
 def no_averages(model, way, mesh):
     return model if way == "data" else solutions.parallelize(model, way, mesh)
+
+
+class AveragesWeights(nn.Module):
+    "Each rank steps with its own gradients; the weights are averaged before the next forward pass."
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args):
+        with torch.no_grad():
+            for p in self.model.parameters():
+                dist.all_reduce(p)
+                p /= dist.get_world_size()
+        return self.model(*args)
+
+
+def averages_weights(model, way, mesh):
+    return AveragesWeights(model) if way == "data" else solutions.parallelize(model, way, mesh)
+
+
+def computes_in_bf16(model, way, mesh):
+    if way != "sharded":
+        return solutions.parallelize(model, way, mesh)
+    for part in (*model.model["layers"], model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return model
+
+
+def freezes_the_norms(model, way, mesh):
+    for name, p in model.named_parameters():
+        p.requires_grad_(way != "tensor" or "norm" not in name)
+    return solutions.parallelize(model, way, mesh)
 
 
 def stays_gathered(model, way, mesh):
@@ -746,7 +807,7 @@ RIGHT = {
     "llama.1": [clears_first, inside, by_another_name],
     "llama.2": [by_numbers, always_masked, query_by_query],
     "llama.3": [_head_loss(), Recomputes, Named],
-    "llama.4": [by_wildcard, by_match],
+    "llama.4": [by_wildcard, by_hooks, by_match],
     "llama.5": [by_index, by_parts],
     "llama.6": [by_target, by_while],
 }
@@ -801,6 +862,9 @@ MUTANTS = {
         no_averages,
         stays_gathered,
         two_blocks,
+        averages_weights,
+        computes_in_bf16,
+        freezes_the_norms,
     ],
     "llama.5": [
         *map(_changed, (_same_rows, _across_heads, _only_q, _other_way, _gate_is_up, _size_8)),

@@ -3,6 +3,7 @@
 import graphlib
 import itertools
 
+import numpy as np
 import torch
 
 from course_lib.pipeline import solutions
@@ -190,6 +191,19 @@ def gpipe_by_loops(p, m):
 def gpipe_by_product(p, m):
     "Right: tuples of tuples."
     return tuple(tuple((k, i, r) for k, i in itertools.product("FB", range(m))) for r in range(p))
+
+
+def gpipe_by_numpy(p, m):
+    "Right: NumPy's integers."
+    return [[(k, i, r) for k in "FB" for i in np.arange(m)] for r in np.arange(p)]
+
+
+def microbatches_are_floats(p, m):
+    return [[(k, i, r) for k in "FB" for i in np.linspace(0, m - 1, m)] for r in range(p)]
+
+
+def operations_are_lists(p, m):
+    return [[list(op) for op in row] for row in solutions.gpipe(p, m)]
 
 
 def last_in_first_out(p, m):
@@ -546,9 +560,17 @@ def two_stages_always(p, v, m):
     return solutions.interleaved(p, 2, m)
 
 
+def more_ahead_than_there_are(p, v, m):
+    "The forwards that come first, without a minimum."
+    plan = solutions.interleaved(p, v, m)
+    for r, (row, longer) in enumerate(zip(plan, solutions.interleaved(p, v, 2 * m), strict=True)):
+        row[v * m : v * m] = longer[v * m : 2 * (p - r - 1) + (v - 1) * p]
+    return plan
+
+
 RIGHT = {
     "pipeline.1": [by_graph, by_counting, b_first],
-    "pipeline.2": [gpipe_by_loops, gpipe_by_product],
+    "pipeline.2": [gpipe_by_loops, gpipe_by_product, gpipe_by_numpy],
     "pipeline.3": [cost_by_accumulate, cost_by_sets],
     "pipeline.4": [by_memory, three_phases],
     "pipeline.5": [(i_by_steps, w_by_backward), (solutions.input_backward, w_last_first)],
@@ -560,7 +582,8 @@ MUTANTS = {
     "pipeline.1": [no_cycles, highest_rank, w_may_be_missing, one_stage_a_rank, always_names_b, takes_out,
                    order_within_a_stage, order_first, halves_everywhere, halves_by_stage,
                    stages_that_are_there],
-    "pipeline.2": [last_in_first_out, one_rank_after_the_other, all_in_stage_0, swapped_arguments, halves],
+    "pipeline.2": [last_in_first_out, one_rank_after_the_other, all_in_stage_0, swapped_arguments, halves,
+                   microbatches_are_floats, operations_are_lists],
     "pipeline.3": [from_zero, beside_the_work, i_ends_too, w_does_not_end, one_for_all,
                    each_ranks_own_time],
     "pipeline.4": [one_ahead_too_many, one_ahead_too_few, same_on_each_rank, as_if_m_were_large,
@@ -572,5 +595,5 @@ MUTANTS = {
                    (solutions.input_backward, w_of_the_first_parameter)],
     "pipeline.6": [w_at_once, all_w_at_the_end, delay_reversed, twice_the_memory, still_1f1b],
     "pipeline.7": [all_forwards_first, one_stage_at_a_time, neighbours_on_a_rank, one_forward_more,
-                   two_stages_always],
+                   two_stages_always, more_ahead_than_there_are],
 }  # fmt: skip

@@ -145,6 +145,23 @@ def eight_random_bits(x):
     return _noisy(x, torch.randint(0, 2**8, x.shape, dtype=torch.int32) << 8)
 
 
+def a_negative_nan_is_lost(x):
+    special = x.contiguous().view(torch.int32) >= 0x7F800000
+    return torch.where(special, x, a_nan_of_other_bits_is_lost(x).float()).to(torch.bfloat16)
+
+
+def the_same_for_each_matrix(x):
+    return _noisy(x, torch.randint(0, 2**16, x.shape[-2:], dtype=torch.int32))
+
+
+def never_the_last_random_number(x):
+    return _noisy(x, torch.randint(0, 2**16 - 1, x.shape, dtype=torch.int32))
+
+
+def a_fraction_rounded_to_the_nearest(x):
+    return _noisy(x, (torch.rand(x.shape) * 2**16).round().int())
+
+
 def each_random_number_and_its_opposite(x):
     half = torch.randint(0, 2**16, ((x.numel() + 1) // 2,), dtype=torch.int32)
     return _noisy(x, torch.cat([half, 2**16 - 1 - half])[: x.numel()].view(x.shape))
@@ -164,6 +181,13 @@ def by_a_random_fraction(x):
     high = torch.nextafter(low.bfloat16(), (low * math.inf).bfloat16().nan_to_num()).float()
     up = torch.rand(x.shape) < ((x - low) / (high - low)).nan_to_num()
     return torch.where(x.isfinite(), torch.where(up, high, low), x).bfloat16()
+
+
+def by_a_floor(x):
+    size = x.double()
+    step = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent.clamp(min=-125) - 8)
+    cut = torch.floor(size / step + torch.rand(x.shape, dtype=torch.float64)) * step
+    return torch.where(x.isfinite(), cut, size).bfloat16()
 
 
 def by_numpy(x):
@@ -489,7 +513,7 @@ def with_a_mask(x):
 
 RIGHT = {
     "precision.1": [ByData, ByForeach],
-    "precision.2": [by_a_random_fraction, by_numpy],
+    "precision.2": [by_a_random_fraction, by_a_floor, by_numpy],
     "precision.3": [OfSets, Torchs],
     "precision.4": [in_groups, clears_before_a_step],
     "precision.5": [(by_search, decode), (encode, by_text)],
@@ -501,7 +525,9 @@ MUTANTS = {
                     WritesContiguousOnesOnly],
     "precision.2": [rounds_to_nearest, a_coin_for_every_number, one_random_number_for_a_row,
                     eight_random_bits, the_same_random_numbers_again, a_nan_of_other_bits_is_lost,
-                    each_random_number_and_its_opposite, subnormals_become_zero],
+                    each_random_number_and_its_opposite, subnormals_become_zero, a_negative_nan_is_lost,
+                    the_same_for_each_matrix, never_the_last_random_number,
+                    a_fraction_rounded_to_the_nearest],
     "precision.3": [LooksAtTheFirstGroup, AdaptsInStep, OneOptimizerStopsTheOther, UnscalesTwice, SeesTheNorm,
                     NeverCountsAgain, NotesByClass, BindsNewGradients, ScalesANumber],
     "precision.4": [_loop(inside=False), _loop(backward_inside=True), _loop(clip="before"),

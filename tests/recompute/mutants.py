@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from course_lib.recompute import solutions
@@ -377,6 +378,37 @@ def returns_the_first_result(fn):
 # --- recompute.4: a policy --------------------------------------------------------------------
 
 
+def _better_greedy(calls, budget):
+    found = [_greedy(key)(calls, budget) for key in (lambda c: -c[2] / c[1], lambda c: -c[2])]
+    return max(found, key=lambda kept: sum(calls[i][2] for i in kept))
+
+
+def own_contexts(calls, budget):
+    "Right: modes of its own, which keep the results of the first run."
+    wanted = {(calls[i][0], [c[0] for c in calls[:i]].count(calls[i][0])) for i in _exact(calls, budget)}
+
+    class Keeps(TorchDispatchMode):
+        def __init__(self, kept, first):
+            super().__init__()
+            self.kept, self.first, self.count = kept, first, Counter()
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            place = op, self.count[op]
+            self.count[op] += 1
+            if place in wanted and not self.first:
+                return self.kept.pop(place)
+            out = op(*args, **(kwargs or {}))
+            if place in wanted:
+                self.kept[place] = out.detach()
+            return out
+
+    def context_fn():
+        kept = {}
+        return Keeps(kept, True), Keeps(kept, False)
+
+    return context_fn
+
+
 def by_recursion(calls, budget):
     "Right: with the first call or without it; the policy counts in two dicts."
 
@@ -467,7 +499,7 @@ RIGHT = {
     "recompute.1": [by_reduce, recursive],
     "recompute.2": [Positions, ByVjp],
     "recompute.3": [SameRandom, by_generator],
-    "recompute.4": [by_recursion, Selective],
+    "recompute.4": [by_recursion, Selective, own_contexts],
 }
 
 
@@ -516,6 +548,7 @@ MUTANTS = {
     "recompute.4": [
         named("smallest results first", _keeping(_greedy(lambda c: c[1]))),
         named("most FLOPs a byte first", _keeping(_greedy(lambda c: -c[2] / c[1]))),
+        named("the better of two greedy orders", _keeping(_better_greedy)),
         named("all calls of an operator", _keeping(_exact, number=False)),
         named("counts on in the next block", _keeping(_exact, fresh=False)),
         named("counts both runs together", _keeping(_exact, both=True)),

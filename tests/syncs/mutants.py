@@ -352,10 +352,12 @@ class KeepsEveryLoss(solutions.NanWatch):
 # --- syncs.3: the largest gap ----------------------------------------------------------
 
 
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
 def by_merging(events):
     "Right: merge the busy times first, then look between them."
-    gpu = ("kernel", "gpu_memcpy", "gpu_memset")
-    work = sorted([e["ts"], e["ts"] + e["dur"]] for e in events if e.get("ph") == "X" and e["cat"] in gpu)
+    work = sorted([e["ts"], e["ts"] + e["dur"]] for e in events if e["ph"] == "X" and e["cat"] in GPU_WORK)
     merged = work[:1]
     for a, b in work[1:]:
         if a <= merged[-1][1]:
@@ -368,7 +370,7 @@ def by_merging(events):
 
 def by_counting_starts_and_ends(events):
     "Right: a sweep over starts and ends; a gap is where none is open."
-    marks = sorted((t, d) for e in events if e.get("cat", "").startswith(("kernel", "gpu_mem"))
+    marks = sorted((t, d) for e in events if e["ph"] == "X" and e["cat"] in GPU_WORK
                    for t, d in ((e["ts"], -1), (e["ts"] + e["dur"], 1)))  # fmt: skip
     best, open_ = None, 0
     for (t, d), (after, _) in itertools.pairwise(marks):
@@ -378,13 +380,18 @@ def by_counting_starts_and_ends(events):
     return best and (*best, _cause(events, best[0]))
 
 
-def _cause(events, at, call_of=lambda e: e["name"].endswith("Synchronize"), outer=max, same=("pid", "tid")):
+def _waits(e):
+    return e["name"].endswith("Synchronize")
+
+
+def _cause(events, at, call_of=_waits, outer=max, same=("pid", "tid"), whole=True):
     spans = [e for e in events if e.get("ph") == "X" and e["ts"] <= at <= e["ts"] + e["dur"]]
     call = next((e for e in spans if e["cat"] in ("cuda_runtime", "cuda_driver") and call_of(e)), None)
     if call is None:
         return None
+    begin, end = (call["ts"], call["ts"] + call["dur"]) if whole else (at, at)
     around = [e for e in spans if e["cat"] == "cpu_op" and all(e[k] == call[k] for k in same)
-              and e["ts"] <= call["ts"] and e["ts"] + e["dur"] >= call["ts"] + call["dur"]]  # fmt: skip
+              and e["ts"] <= begin and e["ts"] + e["dur"] >= end]  # fmt: skip
     return outer(around, key=lambda e: e["dur"], default=call)["name"]
 
 
@@ -397,8 +404,28 @@ def _other_cause(**how):
 
 
 the_innermost_operator = _other_cause(outer=min)
+operators_around_the_moment = _other_cause(whole=False)
 an_operator_of_another_process = _other_cause(same=("tid",))
 any_call_that_synchronizes = _other_cause(call_of=lambda e: "Synchronize" in e["name"])
+
+
+def takes_events_of_any_phase(events):
+    return solutions.largest_gap([e | {"ph": "X"} for e in events if "dur" in e])
+
+
+def takes_all_that_begins_with_gpu(events):
+    cats = {"gpu_user_annotation": "kernel"}
+    return solutions.largest_gap([e | {"cat": cats.get(e.get("cat"), e.get("cat"))} for e in events])
+
+
+def a_gap_of_nothing(events):
+    work = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["cat"] in GPU_WORK)
+    return solutions.largest_gap(events) or ((sum(work[-1]), 0, None) if len(work) > 2 else None)
+
+
+def one_piece_for_each_start(events):
+    work = {e["ts"]: e for e in events if e["ph"] == "X" and e["cat"] in GPU_WORK}
+    return solutions.largest_gap([e for e in events if e.get("cat") not in GPU_WORK] + [*work.values()])
 
 
 def kernels_only(events):
@@ -406,9 +433,7 @@ def kernels_only(events):
 
 
 def forgets_kernels_under_kernels(events):
-    work = sorted(
-        (e for e in events if e.get("cat", "").startswith(("kernel", "gpu_"))), key=lambda e: e["ts"]
-    )
+    work = sorted((e for e in events if e["ph"] == "X" and e["cat"] in GPU_WORK), key=lambda e: e["ts"])
     found = [(b["ts"] - a["ts"] - a["dur"], a["ts"] + a["dur"]) for a, b in itertools.pairwise(work)]
     duration, start = max(found, default=(0, 0))
     return (start, duration, _cause(events, start)) if duration > 0 else None
@@ -594,7 +619,9 @@ MUTANTS = {
                 CopiesOnTheThread, MissesInfinity, LeavesTheThread, KeepsEveryLoss, WaitsForASecond,
                 LosesWhatIsLate, EndsWhereThereIsRoom, SpinsInTheCall, SpinsFromTheFirstCall],
     "syncs.3": [kernels_only, forgets_kernels_under_kernels, the_innermost_operator,
-                an_operator_of_another_process, any_call_that_synchronizes],
+                an_operator_of_another_process, any_call_that_synchronizes, operators_around_the_moment,
+                takes_events_of_any_phase, takes_all_that_begins_with_gpu, a_gap_of_nothing,
+                one_piece_for_each_start],
     "syncs.4": [multiplies_by_the_mask, a_loop_over_the_rows, by_a_boolean_mask, by_segments,
                 always_single_precision, cleans_nan_first, without_a_gradient, into_ordinary_memory,
                 a_gradient_of_nothing, with_a_zero_of_ordinary_memory],

@@ -3,6 +3,7 @@
 Each is the course's kernel with some text replaced. Triton reads a kernel's source, which `linecache` gives.
 """
 
+import functools
 import inspect
 import linecache
 
@@ -249,7 +250,8 @@ MUTANTS = {
         changed("triton.5", ("tl.dot(a, b,", "tl.dot(a.to(tl.float32), b.to(tl.float32),")),
         changed("triton.5", ("range(0, K, BLOCK_K)", "range(0, tl.maximum(K - 1, 1), BLOCK_K)")),
     ],
-    "triton.6": [row_by_row, column_then_row, the_last_group_is_full, a_list_of_tiles, pythons_integers],
+    "triton.6": [row_by_row, column_then_row, the_last_group_is_full, a_list_of_tiles, pythons_integers,
+                 functools.cache(solutions.grouped)],
     "triton.7": [
         changed("triton.7", ("total * tl.exp(top - new)", "total")),
         changed("triton.7", ('top = -float("inf")', "top = -10000.0")),
