@@ -135,6 +135,14 @@ def _cpu(seconds):
     return time.process_time() - start
 
 
+def _slowdown():
+    "Seconds that pass while this thread computes for one: more on a busy machine."
+    began, end = time.perf_counter(), time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    return max(1.0, 20 * (time.perf_counter() - began))
+
+
 class _GPU:
     "A GPU that does nothing until `going` is set, and the `fetch` of syncs.2 on it."
 
@@ -155,14 +163,14 @@ class _GPU:
         return number if self.going.is_set() else 0.0
 
 
-def _one_watch(answer, gpu, within, bad):
+def _one_watch(answer, gpu, within, bad, slow):
     gpu.thread, before, told, n = threading.current_thread(), set(threading.enumerate()), [], len(gpu.values)
-    late, idle = 1.3 if n == 3 or bad == within else 0.05, 0.2 * (within == 2)
+    late, idle = 1.3 * slow if n == 3 or bad == within else 0.05, 0.2 * slow * (within == 2)
     before_it = _cpu(idle)
     with syncs.counting() as (counts, unknown):
         watch = core.call(answer, gpu.fetch, within, mutates=(0, 1))
         torch.zeros((), requires_grad=True) * 1.0  # the first time is slow: before the clock starts
-        rescue = threading.Timer(3, gpu.going.set)
+        rescue = threading.Timer(3 * slow, gpu.going.set)
         rescue.start()
         busy = time.thread_time()
         for i, value in enumerate(gpu.values, 1):
@@ -197,6 +205,7 @@ def _one_watch(answer, gpu, within, bad):
 @core.exercise("syncs.2", "told in time, no false alarm, no wait before it is due, and the thread ends")
 def nan_watch(answer):
     core.need_callable(answer, "a class")
+    slow = _slowdown()
     cases = [(2, 2), (3, 1), (random.randrange(4, 9), random.randrange(3, 20)), (5, 3), (4, 99), (10, 4)]
     numbers = -math.inf, math.nan, math.inf, math.nan, None, math.nan
     for (within, bad), number in zip(cases, numbers, strict=True):
@@ -205,7 +214,7 @@ def nan_watch(answer):
         gpu, out = _GPU([random.choice([0.0, -2.5, 1e30, 3.25]) for _ in range(n)]), []
         gpu.values[bad - 1 : bad] = [number] * (bad <= n)
 
-        def run(args=(answer, gpu, within, bad), out=out):
+        def run(args=(answer, gpu, within, bad, slow), out=out):
             try:
                 out.append(_one_watch(*args))
             except BaseException as e:
@@ -213,15 +222,13 @@ def nan_watch(answer):
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(8)
+        thread.join(8 * slow)
         where = f"within = {within}, " + (f"bad loss in call {bad} of {n}" if bad <= n else "no bad loss")
         core.require(out, f"{where}: call {len(gpu.losses)} or finish() never returned")
-        if isinstance(out[0], core.Wrong):
-            raise core.Wrong(f"{where}: {out[0]}")
-        if out[0] is not None:
-            if core._is_stub(out[0]):
-                raise out[0]
-            raise core.Wrong(f"{where}: the watch raised {core.describe(out[0])}")
+        if isinstance(e := out[0], core.Wrong):
+            raise core.Wrong(f"{where}: {e}")
+        if e is not None:
+            raise e if core._is_stub(e) else core.Wrong(f"{where}: the watch raised {core.describe(e)}")
 
 
 def _event(cat, name, start, end, tid=1, pid=71):
