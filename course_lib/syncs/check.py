@@ -263,7 +263,7 @@ def _trace(case):
         t = end + gap
     # Another process with the same thread number, a data loader's thread, and what is no operator.
     events += [_event("cpu_op", "aten::copy_", 1, t, pid=72), _event("cpu_op", "aten::copy_", 1, t, 2)]
-    events += [_event("user_annotation", "ProfilerStep#3", 0, t), {"ph": "M", "name": "m", "pid": 71}]
+    events += [_event("user_annotation", "ProfilerStep#3", 0, t + 99), {"ph": "M", "name": "m", "pid": 71}]
     return events, want, f"a trace in which the GPU works at {', '.join(busy)} µs"
 
 
