@@ -136,15 +136,13 @@ RHYTHM = {1: lambda step: step > 2, 2: lambda step: step % 3 != 2, 6: lambda ste
 
 
 def _as_torch(answer, oracle, edge, options):
-    def group(*shapes, **edge):
-        # In float64, so that a small slip shows, and in another memory order than their shape's.
+    def group(*shapes, **edge):  # in float64, so that a small slip shows; in another memory order
         params = [nn.Parameter(_randn(*s[::-1]).permute(tuple(range(len(s)))[::-1])) for s in shapes]
         some = {"lr": _draw(0.01, 0.2), "weight_decay": _draw(0.05, 0.5)}
         return {"params": params} | some | options() | edge
 
-    # Two optimisers alive at once, one of them without weight decay: nothing may be shared.
     groups = [group((4, 3), (7,), (3, 2)), group((2, 1, 5), (), **edge), group((4, 3), (3, 4))]
-    many = _Twins(answer, oracle, groups)
+    many = _Twins(answer, oracle, groups)  # two optimisers at once: nothing may be shared
     one = _Twins(answer, oracle, [group((4, 3), (6, 5), weight_decay=0.0)])
     for step in range(1, 13):
         for g in (many.answer.param_groups + many.oracle.param_groups) * (step == 8):  # as a schedule does
@@ -165,8 +163,7 @@ class _Twins:
         for p in (params := [p for group in groups for p in group["params"]]):
             p.grad = None
         self.oracle = oracle(copy.deepcopy(groups), foreach=False)
-        # Each constructor gets dicts of its own: torch fills in what is missing.
-        given, options = [dict(g) for g in groups], {"lr": groups[0]["lr"]}
+        given, options = [dict(g) for g in groups], {"lr": groups[0]["lr"]}  # torch fills the dicts
         if not groups[1:]:  # as most programs call it
             given, options = params, {k: v for k, v in groups[0].items() if k != "params"}
         self.answer = core.call(answer, given, mutates=(0,), **options)
@@ -177,8 +174,7 @@ class _Twins:
 
     def step(self, step, rhythm, whose=""):
         kept, views = [], [p.detach() for p, _, _ in self.every]
-        for i, (p, q, _) in enumerate(self.every):
-            # In step 6 every third gradient is zero.
+        for i, (p, q, _) in enumerate(self.every):  # in step 6 every third gradient is zero
             grad = _randn(*p.shape) * (0 if (step, i % 3) == (6, 0) else 10 ** _draw(-7, 3))
             if not rhythm.get(i, lambda step: True)(step):
                 p.grad = q.grad = None
@@ -219,10 +215,9 @@ class _Loader:
         return iter(next(self.passes))
 
 
-def _fit(answer, epochs, sizes, valid_sizes):
+def _fit(answer, epochs, sizes, valid_sizes):  # a sample's last feature says from which set it is
     scale, lr, model = _draw(0.5, 2), _draw(0.02, 0.1), nn.Linear(3, 1, bias=False).double()
     opt = torch.optim.SGD(model.parameters(), lr=lr, foreach=False)
-    # The last feature says which set a sample is from.
     passes = [[(F.pad(_randn(n, 2), (0, 1), value=1.0), _randn(n, 1)) for n in sizes] for _ in range(epochs)]
     valid = [(F.pad(_randn(n, 2), (0, 1), value=-1.0), _randn(n, 1)) for n in valid_sizes]
     seen, grads, graphs, alive, w = [], [], [], [0], model.weight.detach().clone()
