@@ -80,25 +80,28 @@ def _descend(answer, shape, dtype, distance):
 @core.exercise("descent.2", "on five bowls your rate is 2 / λmax, from at most 200 products")
 def largest_stable_lr(answer):
     spread = torch.cat([torch.ones(1), torch.rand(219) * 0.9]).double()
-    _stable(answer, spread * _draw(200, 400))
-    for n, scale in (14, _draw(0.2, 0.6)), (random.randint(80, 99), _draw(5e-9, 1e-8)):
-        _stable(answer, _flat(n) * scale)
-    first, second = (_stable(answer, _flat(60) * _draw(2, 9)) for _ in range(2))
+    _stable(answer, _hessian(spread * _draw(200, 400)))
+    for n, scale in (14, _draw(0.2, 0.6)), (random.randint(700, 799), _draw(5e-9, 1e-8)):
+        mix = _randn(n - 1)
+        _stable(answer, _flat(n, mix - mix.mean()) * scale)  # steepest at right angles to a vector of ones
+    first, second = (_stable(answer, _flat(202, _randn(3)) * _draw(2, 9)) for _ in range(2))
     same = torch.cosine_similarity(first.double(), second.double(), 0).abs() > 0.999
     core.require(
         not same, "two calls began with the same vector, which may be orthogonal to the steepest direction"
     )
 
 
-def _flat(n):
-    "Curvatures of which one is just 10 % larger than all others, so that too few products show."
-    return torch.tensor([1.1] + [1.0] * (n - 1), dtype=torch.float64)
+def _flat(n, mix):
+    "A Hessian just 10 % steeper in one direction, which `mix` gives in some axes, never the first."
+    steep = torch.zeros(n, dtype=torch.float64)
+    steep[torch.randperm(n - 1)[: len(mix)] + 1] = F.normalize(mix, dim=0)
+    return torch.eye(n) + 0.1 * torch.outer(steep, steep)
 
 
-def _stable(answer, curvatures):
+def _stable(answer, hessian):
     "Judge the answer on one bowl; returns the first vector that it multiplied."
-    n, limit, vectors = len(curvatures), 2 / curvatures[0].item(), []
-    matrix, what = _hessian(curvatures).float(), f"the largest stable lr in {n} dimensions"
+    n, limit, vectors = len(hessian), 2 / torch.linalg.eigvalsh(hessian)[-1].item(), []
+    matrix, what = hessian.float(), f"the largest stable lr in {n} dimensions"
 
     def product(v):
         if not isinstance(v, torch.Tensor) or v.shape != (n,):
@@ -133,20 +136,18 @@ RHYTHM = {1: lambda step: step > 2, 2: lambda step: step % 3 != 2, 6: lambda ste
 
 
 def _as_torch(answer, oracle, edge, options):
-    def group(*shapes, **edge):
-        # In float64, so that a small slip shows, and in another memory order than their shape's.
+    def group(*shapes, **edge):  # in float64, so that a small slip shows; in another memory order
         params = [nn.Parameter(_randn(*s[::-1]).permute(tuple(range(len(s)))[::-1])) for s in shapes]
         some = {"lr": _draw(0.01, 0.2), "weight_decay": _draw(0.05, 0.5)}
         return {"params": params} | some | options() | edge
 
-    # Two optimisers alive at once, one of them without weight decay: nothing may be shared.
     groups = [group((4, 3), (7,), (3, 2)), group((2, 1, 5), (), **edge), group((4, 3), (3, 4))]
-    many = _Twins(answer, oracle, groups)
+    many = _Twins(answer, oracle, groups)  # two optimisers at once: nothing may be shared
     one = _Twins(answer, oracle, [group((4, 3), (6, 5), weight_decay=0.0)])
     for step in range(1, 13):
-        for g in many.answer.param_groups + many.oracle.param_groups:
-            g["lr"] *= 0.4 if step == 8 else 1  # as a schedule does
-        many.step(step, RHYTHM)
+        for g in (many.answer.param_groups + many.oracle.param_groups) * (step == 8):  # as a schedule does
+            g.update({k: 0.4 * v for k, v in g.items() if isinstance(v, float)})
+        many.step(step, RHYTHM, ", at which the groups' options changed" * (step == 8))
         one.step(step, {})
     groups = [group((4, 3))]
     for which in "first", "second":  # the second begins with no state
@@ -159,22 +160,21 @@ class _Twins:
     "The learner's optimiser and torch's, on equal parameters that get equal gradients."
 
     def __init__(self, answer, oracle, groups):
-        self.every, twins, lr = [], [], groups[0]["lr"]
-        for group in groups:
-            for p in group["params"]:
-                p.grad = None
-            twins.append(copy.deepcopy(group))
-            self.every += [(p, q, group) for p, q in zip(group["params"], twins[-1]["params"], strict=True)]
-        # Each constructor gets dicts of its own: torch fills in what is missing.
-        self.answer = core.call(answer, [dict(g) for g in groups], lr=lr, mutates=(0,))
+        for p in (params := [p for group in groups for p in group["params"]]):
+            p.grad = None
+        self.oracle = oracle(copy.deepcopy(groups), foreach=False)
+        given, options = [dict(g) for g in groups], {"lr": groups[0]["lr"]}  # torch fills the dicts
+        if not groups[1:]:  # as most programs call it
+            given, options = params, {k: v for k, v in groups[0].items() if k != "params"}
+        self.answer = core.call(answer, given, mutates=(0,), **options)
         made = f"expected the class of an optimiser; it made {core.kind(self.answer)}"
         core.require(isinstance(self.answer, torch.optim.Optimizer), made)
-        self.oracle = oracle(twins, lr=lr, foreach=False)
+        twins = [(q, group) for group in self.oracle.param_groups for q in group["params"]]
+        self.every = [(p, *twin) for p, twin in zip(params, twins, strict=True)]
 
     def step(self, step, rhythm, whose=""):
         kept, views = [], [p.detach() for p, _, _ in self.every]
-        for i, (p, q, _) in enumerate(self.every):
-            # In step 6 every third gradient is zero.
+        for i, (p, q, _) in enumerate(self.every):  # in step 6 every third gradient is zero
             grad = _randn(*p.shape) * (0 if (step, i % 3) == (6, 0) else 10 ** _draw(-7, 3))
             if not rhythm.get(i, lambda step: True)(step):
                 p.grad = q.grad = None
@@ -191,7 +191,8 @@ class _Twins:
             what = f"after step {step}{whose}, a parameter of shape {list(p.shape)}{had} ({words})"
             core.require(p.is_leaf and p.requires_grad, f"{what}: requires_grad or being a leaf was lost")
             if torch.allclose(p, q, 1e-5, 1e-7) and not torch.allclose(p, q, 1e-10, 1e-12):
-                raise core.Wrong(f"{what} is nearly right: is its state in its dtype, eps in its place?")
+                near = "is nearly right: is its state in its dtype, t a Python number, eps in its place?"
+                raise core.Wrong(f"{what} {near}")
             core.close(p, q, what, rtol=1e-10, atol=1e-12)
             core.require(torch.equal(view, p), f"{what} got new memory: change it in place")
             same = p.grad is None if grad is None else p.grad is not None and torch.equal(p.grad, grad)
@@ -214,10 +215,9 @@ class _Loader:
         return iter(next(self.passes))
 
 
-def _fit(answer, epochs, sizes, valid_sizes):
+def _fit(answer, epochs, sizes, valid_sizes):  # a sample's last feature says from which set it is
     scale, lr, model = _draw(0.5, 2), _draw(0.02, 0.1), nn.Linear(3, 1, bias=False).double()
     opt = torch.optim.SGD(model.parameters(), lr=lr, foreach=False)
-    # The last feature says which set a sample is from.
     passes = [[(F.pad(_randn(n, 2), (0, 1), value=1.0), _randn(n, 1)) for n in sizes] for _ in range(epochs)]
     valid = [(F.pad(_randn(n, 2), (0, 1), value=-1.0), _randn(n, 1)) for n in valid_sizes]
     seen, grads, graphs, alive, w = [], [], [], [0], model.weight.detach().clone()

@@ -129,7 +129,7 @@ def seeded_loader(answer):
     run, again, other = (_epochs(answer, n, batch, 3, s, what) for s in (seed, seed, seed + 1))
     _epochs(answer, n, batch, 1, seed, what.replace("=3", "=1"))
     need(run[0][:n] != run[0][n:], what, "the second epoch has the order of the first; shuffle")
-    need(run[0] == again[0], what, "a second run had another order; give the loader a generator")
+    need(run[0] == again[0], what, "a second run had another order; give each loader a generator of its own")
     need(run[0] != other[0], what, f"seed {seed + 1} gives the same order")
     for k, whose in enumerate(("dataset.rng", *GENERATORS)):
         mine, second, theirs = ([row[k] for row in r[1]] for r in (run, again, other))
@@ -142,16 +142,18 @@ def seeded_loader(answer):
 
 def _epochs(answer, n, batch, workers, seed, what):
     "The items' indices in the order of two epochs, and their numbers."
-    why = "; a loader without `generator` draws from torch's"
+    why, items = "; a loader without `generator` draws from torch's", _Items(n)
+    seeds, rng = (seed, random.getrandbits(20)), items.rng  # two loaders at once
     with _stirred("seeded_loader", why), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns where workers outnumber cores
-        loader = core.call(answer, _Items(n), batch, workers, seed)
+        loader, _ = (core.call(answer, items, batch, workers, s) for s in seeds)
         need(isinstance(loader, DataLoader), f"expected a DataLoader, got {core.kind(loader)}")
         core.equal(loader.num_workers, workers, f"{what}: num_workers")
         try:
             epochs = [list(loader), list(loader)]
         except Exception as e:  # a worker's, with its whole traceback
             raise core.Wrong(f"{what}: a worker raised {str(e).strip().splitlines()[-1][:150]}") from None
+    need(items.rng is rng, what, "dataset.rng of the program changed; set it in worker_init_fn alone")
     for batches in epochs:
         sizes = [batch] * (n // batch) + [n % batch] * (n % batch > 0)
         core.equal([len(index) for index, _ in batches], sizes, f"{what}: sizes of the batches")
@@ -255,13 +257,8 @@ def worker(answer):
             active = want[features[i]].requires_grad_()
             F.cross_entropy(active.sum(0)[None], torch.tensor([labels[i]])).backward()
             want[features[i]] -= lr * active.grad
-        core.close(
-            samples.weights,
-            want,
-            f"{where}: the weights at the end, each row written back",
-            rtol=1e-3,
-            atol=1e-4,
-        )
+        end = f"{where}: the weights at the end, each row written back"
+        core.close(samples.weights, want, end, rtol=1e-3, atol=1e-4)
         again = orders.setdefault(case, samples.reads) == samples.reads
         need(again, where, "a second call read in another order; seed a torch.Generator")
     steps = {(s, r): [i // 3 for i in order] for (w, s, r), order in orders.items() if w == 3 and r < 2}

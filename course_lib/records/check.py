@@ -209,7 +209,7 @@ def _execute(cells):
 _CELLS = "A:a, B:b,a C:,b D:ab, T:a,a U:a,a E:c,a G:,abc P:ac, Q:bc, Y:a,"
 _CHOSEN = """ab/nb ab/mb abc/mbc atub/autb abc/abc abca/abc abcn/nbc abcnbc/nbc abnac/abc abc/ac attb/atb
 atatb/atb abc/abk abc/bac dc/dc dcac/dac dbc/dxc dab/adb abc/abcy abc/aybc ab/ba ab/b at/ab at/as abne/abf
-dn/dn ad/ad anb/ab pqg/qpg pqg/g"""
+dn/dn ad/ad anb/ab pqg/qpg pqg/g b/ab"""
 
 
 def _sessions():

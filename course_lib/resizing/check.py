@@ -143,19 +143,19 @@ def size_free(answer):
 )
 def resize(answer):
     side = random.choice([45, 51, 57])
-    tolerance = {torch.uint8: 1.001, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-    for n, channels, size in ((3, 1, 20), (2, 3, 31), (4, 2, side - 2), (2, 1, side + 18)):
-        noise = torch.rand(n, channels, side, side + random.choice([-8, 7]), dtype=torch.float64)
+    half_step = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # rounded once, at the end
+    cases = (1, 3, side + 7, 20), (3, 1, side - 8, 31), (2, 2, side + 7, side), (4, 2, side - 8, side - 8)
+    for n, channels, width, size in *cases, (2, 1, side + 7, side + 18):
+        noise = torch.rand(n, side, width, channels, dtype=torch.float64).movedim(-1, 1)  # channels last
         for dtype in (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16):
-            x = (noise * 255).round().to(dtype) if dtype == torch.uint8 else noise.to(dtype)
+            levels = dtype == torch.uint8
+            x = (noise * 255).round().to(dtype) if levels else (8 * noise - 4).to(dtype)
             what = f"{dtype} images {list(x.shape)} at size {size}".replace("torch.", "")
             got, want = core.call(answer, x, size), _pillow(x, size)
-            kept = isinstance(got, torch.Tensor) and got.dtype == dtype
-            require(kept, f"{what}: expected {dtype} as given, got {core.kind(got)}")
-            core.close(got.double(), want, what, rtol=0, atol=tolerance.get(dtype, 2e-3))
-            if dtype == torch.uint8:  # rounding down passes a tolerance of one level, and shows in the mean
-                drift = (got.double() - want).mean().item()
-                require(abs(drift) < 0.15, f"{what}: {drift:+.2f} levels on average; round to the nearest")
+            core.equal(core.kind(got), core.kind(want.to(dtype)), what)
+            core.close(got.double(), want, what, half_step.get(dtype, 0), 1.001 if levels else 2e-4)
+            drift = levels * (got.double() - want).mean().item()  # which shows that all were rounded down
+            require(abs(drift) < 0.15, f"{what}: {drift:+.2f} levels on average; round to the nearest")
             if dtype == torch.float64:
                 exact = F.interpolate(x, size=(size, size), mode="bilinear", antialias=True)
                 core.close(1e9 * (got - exact), 0 * exact, f"{what}, 10⁹ times the error", atol=0.01)

@@ -227,13 +227,13 @@ def stopwatch(answer):
 
 
 def _judge(got, gpu, launch, cold, warm):
-    want = launch + statistics.median(warm)
-    what = f"stopwatch with warmup={len(cold)}, runs={len(warm)}"
+    want, what = launch + statistics.median(warm), f"stopwatch with warmup={len(cold)}, runs={len(warm)}"
     got = core.number(got, what)
     core.equal(gpu.calls, len(cold) + len(warm), f"calls of fn for {what}", "calls")
     if math.isclose(got, want, rel_tol=1e-6, abs_tol=3e-9):  # a clock may be read in whole nanoseconds
         return
-    slips = {"milliseconds": 1e3 * want, "the mean, which one outlier moves": launch + statistics.fmean(warm)}
+    slips = {"milliseconds": 1e3 * want - launch, "the mean, which one outlier moves": statistics.fmean(warm),
+             "the lower middle run": statistics.median_low(warm), "the fastest run": min(warm)}  # fmt: skip
     hint = "; expected the median, warm-up left out, each run from an idle GPU to an idle GPU"
     if math.isclose(got, launch, rel_tol=1e-3):
         hint = "; that is the time to queue the call: synchronise before the clock is read again"
@@ -241,4 +241,4 @@ def _judge(got, gpu, launch, cold, warm):
         hint = "; the given clock() cannot have shown that: read no other clock"
     elif got > 1.2:
         hint = "; that has earlier work in it: synchronise before the first clock is read"
-    raise core.Wrong(f"{what}: expected {want:.6g} s, got {got:.6g} s{_near(got, slips) or hint}")
+    raise core.Wrong(f"{what}: expected {want:.6g} s, got {got:.6g} s{_near(got - launch, slips) or hint}")

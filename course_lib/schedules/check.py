@@ -60,9 +60,8 @@ def _end(answer, task, seed):
     core.require(isinstance(losses, list), f"expected a list of losses, got {core.kind(losses)}")
     core.equal(len(losses), STEPS, "the losses in the list")
     odd = next((v for v in losses if not isinstance(v, float)), 0.0)
-    core.require(
-        isinstance(odd, float), f"expected losses that are floats, got {core.kind(odd)}: use `.item()`"
-    )
+    floats = f"expected losses that are floats, got {core.kind(odd)}: use `.item()`"
+    core.require(isinstance(odd, float), floats)
     rates = [[float(options["lr"]) for options in groups] for groups in used]
     for k, (a, b) in enumerate(rates):
         core.close(b, a, f"batch {k}: the rate of group 1, where group 0 has {a:.3g} (set it in every group)")
@@ -90,7 +89,7 @@ def _end(answer, task, seed):
 @core.exercise("schedules.2", "both series equal torch's OneCycleLR at every step of 4 random runs")
 def one_cycle(answer):
     for case in range(4):
-        peak, steps = 10 ** random.uniform(-3, 1), random.randint(12, 60)
+        peak, steps = 10 ** (case - random.uniform(2, 3)), random.randint(12, 60)
         pct, div, final = random.uniform(0.2, 0.7), random.uniform(2, 50), 10 ** random.uniform(1, 5)
         high, low, last = random.uniform(0.9, 0.99), random.uniform(0.5, 0.85), random.uniform(0.86, 0.89)
         opt = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak, momentum=0.9)
@@ -112,9 +111,13 @@ def one_cycle(answer):
             _cycle(answer, (step / (steps - 1), peak, *rest, (high, low, high)), *want)
             opt.step()
             scheduler.step()
-        _cycle(answer, ((1 + up) / 2, peak, *rest, (high, low, last)), (peak + end) / 2, (low + last) / 2)
-        if case == 0:
-            _cycle(answer, (0.0, peak, 0.0, div, div, (high, low, last)), peak, low)
+        half = (peak + end) / 2, (low + last) / 2
+        _cycle(answer, ((1 + up) / 2, peak, *rest, (high, low, last)), *half, " (halfway down here)")
+        _cycle(answer, (0.5, peak, 0.0, *rest[1:], (high, low, last)), *half, " (halfway down here)")
+        _cycle(answer, (0.0, peak, 0.0, div, div, (high, low, last)), peak, low)
+        # Momentum may rise with the rate, and the last rate may be above the first.
+        _cycle(answer, (up / 2, peak, up, div * final, div, (low, high, last)), half[0], (low + high) / 2)
+        _cycle(answer, (0.0, peak, up, div * final, div, (low, high, last)), end, low)
 
 
 def _cycle(answer, arguments, lr, momentum, rule=""):
@@ -252,20 +255,21 @@ def top_eigenvalue(answer):
     for _ in range(2):
         n = 2 * random.randint(8, 14)
         top, bottom, rest = random.uniform(1.5, 3), -random.uniform(5, 8), torch.rand(n).tolist()
+        deep = 100 * bottom
         # A second eigenvalue near the top one, or rounding would help out a start with no part in the first.
         bowl = [top, 0.88 * top, *rest[2:]]
         surfaces = {
             "a bowl whose steepest direction is at right angles to a vector of ones": bowl,
             f"a saddle with curvatures from {bottom:.3g}": [top, bottom, *(0.9 * r for r in rest[2:])],
-            f"a hill, curvatures below 0, from {bottom:.3g}": [-0.7, bottom, *(-2 - r for r in rest[2:])],
+            f"a hill, curvatures below 0, from {deep:.3g}": [-70.0, deep, *(-200 - r for r in rest[2:])],
             f"a plain that bends down only, by {bottom:.3g}": [bottom, *(0.0 for _ in rest[1:])],
             "a bowl with curvatures above ten thousand": [1e4 * v for v in bowl],
             "a bowl in 401 dimensions": [top, *(0.8 * r for r in torch.rand(400).tolist())],
         }
         for where, spectrum in surfaces.items():
-            _eigenvalue(answer, spectrum, where)
-    loss, params = _surface(bowl)
-    once = [core.number(core.call(answer, loss, params, 1, mutates=(0, 1)), "the value") for _ in range(2)]
+            _eigenvalue(answer, _surface(spectrum), where, max(spectrum))
+    surface = _surface(bowl)
+    once = [_eigenvalue(answer, surface, "a bowl", None, 1) for _ in range(2)]
     core.require(
         once[0] != once[1],
         "two calls with one iteration gave the same value: they began with the same vector, which may have "
@@ -284,25 +288,23 @@ def _surface(spectrum):
     w = torch.cat([p.flatten() for p in params])
     u = q.T @ w
     # -cos(u - a) has the curvature 1 at u = a, and less elsewhere.
-    return -(torch.tensor(spectrum, **double) * (u - u.detach()).cos()).sum() + w @ torch.randn(
-        n, **double
-    ), params
+    waves = -(torch.tensor(spectrum, **double) * (u - u.detach()).cos()).sum()
+    return waves + w @ torch.randn(n, **double), params
 
 
-def _eigenvalue(answer, spectrum, where):
-    loss, params = _surface(spectrum)
-    before, products = [p.detach().clone() for p in params], []
+def _eigenvalue(answer, surface, where, want, iterations=ITERATIONS):
+    (loss, params), products, what = surface, [], f"the top eigenvalue of {where}"
+    before = [p.detach().clone() for p in params]
     for p in params:
         p.register_hook(lambda g: products.append(1))
-    got = core.call(answer, loss, params, ITERATIONS, mutates=(0, 1))
+    got = core.number(core.call(answer, loss, params, iterations, mutates=(0, 1)), what)
     kept = all(torch.equal(p.detach(), old) and p.grad is None for p, old in zip(params, before, strict=True))
     core.require(kept, f"on {where} the parameters or their .grad were changed: use torch.autograd.grad")
-    core.close(got, max(spectrum), f"the top eigenvalue of {where}", rtol=0.02)
-    count = len(products) // len(params)
-    core.require(
-        count <= max(len(spectrum) - 1, 2 * ITERATIONS + 10),
-        f"on {where} {count} gradients were computed: use {ITERATIONS} products with vectors, not the matrix",
-    )
+    core.close(got, got if want is None else want, what, rtol=0.02)
+    few, count = "use `iterations` products with vectors, not the matrix", len(products) // len(params)
+    some = f"on {where}, with iterations={iterations}, {count} gradients were computed"
+    core.require(count <= 2.5 * iterations + 10, f"{some}: {few}")
+    return got
 
 
 @core.exercise("schedules.5", "ratios, medians and counts right for 60 pairs of noisy methods")
@@ -328,10 +330,8 @@ def compare(answer):
             core.close(ratios[s], want[s], f"{what}: the ratio for seed {s} ({known})")
         for k, count in enumerate(core.parts(never, "slow fast", f"never of {what}")):
             missing = [pair[k] for pair in steps.values()].count(None)
-            which = ("slow", "fast")[k]
-            core.equal(
-                count, missing, f"{what}: {which} runs that never arrive, of {len(both)} seeds on both"
-            )
+            runs = f"{('slow', 'fast')[k]} runs that never arrive, of {len(both)} seeds on both"
+            core.equal(count, missing, f"{what}: {runs}")
         if want:
             core.close(middle, statistics.median(want.values()), f"the median of {list(want.values())}")
         else:

@@ -69,7 +69,6 @@ def _plain_loop(model, batches):
 
 @core.exercise("syncs.1", "no sync before the last step, and all seven results are those of the slow loop")
 def train(answer):
-    core.need_callable(answer)
     # torch's own one_hot reads its input, and does so on a CPU alone.
     one_hot = mock.patch.object(F, "one_hot", lambda i, n: (i[..., None] == torch.arange(n)).long())
     no_thread = mock.patch.object(threading.Thread, "start", side_effect=core.Wrong("start no thread"))
@@ -220,15 +219,13 @@ def nan_watch(answer):
             except BaseException as e:
                 out.append(e)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        (thread := threading.Thread(target=run, daemon=True)).start()
         thread.join(8 * slow)
         where = f"within = {within}, " + (f"bad loss in call {bad} of {n}" if bad <= n else "no bad loss")
         core.require(out, f"{where}: call {len(gpu.losses)} or finish() never returned")
-        if isinstance(e := out[0], core.Wrong):
-            raise core.Wrong(f"{where}: {e}")
-        if e is not None:
-            raise e if core._is_stub(e) else core.Wrong(f"{where}: the watch raised {core.describe(e)}")
+        if e := out[0]:
+            said = str(e) if isinstance(e, core.Wrong) else f"the watch raised {core.describe(e)}"
+            raise e if core._is_stub(e) else core.Wrong(f"{where}: {said}")
 
 
 def _event(cat, name, start, end, tid=1, pid=71):
@@ -270,7 +267,7 @@ def _trace(case):
         t = end + gap
     # Another process with the same thread number, a data loader's thread, and what is no operator or work.
     events += [_event("cpu_op", "aten::copy_", 1, t, pid=72), _event("cpu_op", "aten::copy_", 1, t, 2)]
-    events += [_event("user_annotation", "ProfilerStep#3", 0, t), {"ph": "M", "name": "m", "pid": 71}]
+    events += [_event("user_annotation", "ProfilerStep#3", 0, t + 99), {"ph": "M", "name": "m", "pid": 71}]
     idle = want[0] + 1  # within the largest gap
     events += [_event("gpu_user_annotation", "m", 0, 2 * idle), events[0] | {"ph": "i", "ts": idle}]
     return events, want, f"a trace in which the GPU works at {', '.join(busy)} µs"
@@ -287,8 +284,7 @@ def largest_gap(answer):
         core.close(got[1], duration, f"duration of the largest gap in {what}", rtol=0, atol=1e-3)
         got[0] = core.number(got[0], f"start of the largest gap in {what}") - shift
         core.close(got[0], start, f"start of the largest gap in {what}", rtol=0, atol=1e-3)
-        at = f"cause of the gap at {start:g} in {what}"
-        core.require(got[2] == cause, f"{at}: expected {cause!r}, got {got[2]!r}")
+        core.equal(got[2], cause, f"cause of the gap at {start:g} in {what}")
     kernels = [_event("kernel", "k", a, b, a, 0) for a, b in ((13, 20), (5, 14), (20, 31))]
     for n, what in enumerate(("no work on the GPU", "one kernel", "two that overlap", "three without a gap")):
         got = core.call(answer, [_event("cpu_op", "aten::add", 3, 9), *kernels[:n]])
@@ -389,8 +385,7 @@ def slow_steps(answer):
         higher = _fair(window, noise, 0.0, [], 1.5 * scale * (1 + drift), 0)[: 2 * window]
         wrong = f"{what}: after {window} steps at a level half higher, ordinary steps are still reported"
         core.require(not any([watch(t) for t in higher][window:]), wrong)
-        held = _held(watch)
-        core.require(held <= 4 * window, f"after 900 steps it holds {held} numbers: keep the last {window}")
+        core.require((held := _held(watch)) <= 4 * window, f"it holds {held} numbers: keep the last {window}")
 
 
 def _held(watch):

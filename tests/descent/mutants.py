@@ -81,6 +81,40 @@ def _one_seed(size):
     return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 
+def _one_axis(size):
+    return F.one_hot(torch.randint(size, ()), size).float()
+
+
+def _signs(size):
+    return torch.randint(0, 2, (size,)) * 2.0 - 1
+
+
+def _by_ratio(of):
+    "λmax as the ratio of two numbers, which are nothing but rounding for some steepest directions."
+
+    def iterated(product, size):
+        v = torch.randn(size)
+        for _ in range(199):
+            v = product(v / v.norm())
+        v = v / v.norm()
+        return 2 / (of(product(v)) / of(v)).item()
+
+    return iterated
+
+
+def by_lanczos(product, size):
+    basis, products = F.normalize(torch.randn(size, 1).double(), dim=0), []
+    for _ in range(min(size, 150)):
+        products.append(product(basis[:, -1].float()).double())
+        w = products[-1] - basis @ (basis.T @ products[-1])
+        w = w - basis @ (basis.T @ w)
+        if w.norm() < 1e-5 * products[-1].norm():
+            break
+        basis = torch.cat([basis, w[:, None] / w.norm()], 1)
+    small = basis[:, : len(products)].T @ torch.stack(products, 1)
+    return 2 / torch.linalg.eigvalsh((small + small.T) / 2)[-1].item()
+
+
 def builds_the_matrix(product, size):
     return 2 / torch.linalg.eigvalsh(torch.stack([product(v) for v in torch.eye(size)]))[-1].item()
 
@@ -158,6 +192,29 @@ class UsesTheFirstGroupsOptions(_Variant):
         return super().move(self.param_groups[0], p, s)
 
 
+class KeepsItsDefaults(_Variant):
+    def __init__(self, params, lr=1e-3, **options):
+        super().__init__(params, lr)
+
+
+class ReadsItsOptionsOnce(_Variant):
+    def move(self, group, p, s):
+        kept = s.setdefault("options", {k: v for k, v in group.items() if k != "params"})
+        return super().move({**kept, "lr": group["lr"]}, p, s)
+
+
+class WithForeach(_Variant):
+    def step(self):
+        with torch.no_grad():
+            for group in self.param_groups:
+                if params := [p for p in group["params"] if p.grad is not None]:
+                    grads = torch._foreach_add([p.grad for p in params], params, alpha=group["weight_decay"])
+                    sums = [self.state[p].setdefault("v", torch.zeros_like(p)) for p in params]
+                    torch._foreach_mul_(sums, group["momentum"])
+                    torch._foreach_add_(sums, grads)
+                    torch._foreach_add_(params, sums, alpha=-group["lr"])
+
+
 class _AdamVariant(_Variant):
     beta_steps, after_root = "own", True
 
@@ -182,6 +239,24 @@ class CountsStepsOfTheWholeOptimiser(_AdamVariant):
 
 class PutsEpsilonUnderTheRoot(_AdamVariant):
     after_root = False
+
+
+class KeepsItsDefaultAverages(_AdamVariant, KeepsItsDefaults):
+    pass
+
+
+class ReadsItsAveragesOptionsOnce(ReadsItsOptionsOnce, _AdamVariant):
+    pass
+
+
+class AveragesByLerp(_AdamVariant):
+    def move(self, group, p, s):
+        (beta1, beta2), grad = group["betas"], self.decayed(group, p)
+        s["t"] = s.get("t", 0) + 1
+        s.setdefault("m", torch.zeros_like(p)).lerp_(grad, 1 - beta1)
+        s.setdefault("v", torch.zeros_like(p)).lerp_(grad.square(), 1 - beta2)
+        root = (s["v"] / (1 - beta2 ** s["t"])).sqrt_().add_(group["eps"])
+        return (s["m"] / (1 - beta1 ** s["t"])).div_(root).mul_(group["lr"])
 
 
 class DecaysAsAdamW(_AdamVariant):
@@ -327,9 +402,9 @@ def seed_by_seed(experiment, arms, seeds):
 
 RIGHT = {
     "descent.1": [_walk(), with_an_optimiser, with_functional_gradients],
-    "descent.2": [by_length, by_the_quotient],
-    "descent.3": [_Variant, torch.optim.SGD],
-    "descent.4": [_AdamVariant, torch.optim.Adam],
+    "descent.2": [by_length, by_the_quotient, by_lanczos, _power(_signs)],
+    "descent.3": [_Variant, torch.optim.SGD, WithForeach],
+    "descent.4": [_AdamVariant, torch.optim.Adam, AveragesByLerp],
     "descent.5": [freezes_the_model, lambda *args: tuple(map(tuple, fit(*args))), validates_in_one_batch],
     "descent.6": [(by_indices, seed_by_seed), (lambda x: by_indices(x.clone()), paired_gains)],
 }
@@ -341,14 +416,16 @@ MUTANTS = {
     ],
     "descent.2": [
         _power(torch.ones), _power(_one_seed), _power(most=30), _power(length=lambda v: 1),
-        _power(length=lambda v: v.norm() + 1e-8), builds_the_matrix,
+        _power(length=lambda v: v.norm() + 1e-8), builds_the_matrix, _power(_one_axis),
+        _by_ratio(lambda v: v[0]), _by_ratio(torch.sum),
     ],
     "descent.3": [
         PutsTheRateIntoTheVelocity, ForgetsTheVelocityWithoutAGradient, SkipsZeros, GivesNewMemory,
-        WritesIntoTheGradient, UsesTheFirstGroupsOptions,
+        WritesIntoTheGradient, UsesTheFirstGroupsOptions, KeepsItsDefaults, ReadsItsOptionsOnce,
     ],
     "descent.4": [
         ForgetsTheCorrection, CountsStepsOfTheWholeOptimiser, PutsEpsilonUnderTheRoot, DecaysAsAdamW,
+        KeepsItsDefaultAverages, ReadsItsAveragesOptionsOnce,
     ],
     "descent.5": [
         _loop(zero=False), _loop(train=False), _loop(grad=True), _loop(weigh=False),

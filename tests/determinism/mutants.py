@@ -174,6 +174,37 @@ def no_generator(dataset, batch_size, workers, seed):
     return _loader(dataset, batch_size, workers, None, start)
 
 
+def epochs_counted_by_the_loader(dataset, batch_size, workers, seed):
+    "Right: the program counts epochs, and a worker is forked with the count."
+
+    class Counting(DataLoader):
+        epoch = 0
+
+        def __iter__(self):
+            self.epoch += 1
+            return super().__iter__()
+
+    start = _rng_of(lambda worker_id, info: [seed, loader.epoch, worker_id])
+    loader = Counting(
+        dataset, batch_size, num_workers=workers, generator=_generator(seed), worker_init_fn=start,
+        shuffle=True, multiprocessing_context="fork",
+    )  # fmt: skip
+    return loader
+
+
+SHARED = torch.Generator()
+
+
+def one_generator_for_all_loaders(dataset, batch_size, workers, seed):
+    start = _rng_of(lambda worker_id, info: info.seed)
+    return _loader(dataset, batch_size, workers, SHARED.manual_seed(seed), start)
+
+
+def the_programs_copy_too(dataset, batch_size, workers, seed):
+    dataset.rng = np.random.default_rng(seed)
+    return _loader(dataset, batch_size, workers, _generator(seed), _rng_of(lambda worker_id, info: info.seed))
+
+
 def numpy_reseeded_by_number(dataset, batch_size, workers, seed):
     def start(worker_id):
         _rng_of(lambda worker_id, info: info.seed)(worker_id)
@@ -374,7 +405,7 @@ def seeds_numpys_generator(weights, samples, rank, workers, seed, lr):
 
 RIGHT = {
     "determinism.1": [digests, while_two_runs],
-    "determinism.2": [initial_seed_and_a_sampler, workers_that_stay],
+    "determinism.2": [initial_seed_and_a_sampler, workers_that_stay, epochs_counted_by_the_loader],
     "determinism.3": [Repeatable, with_a_stack],
     "determinism.4": [by_autograd, by_numpy],
 }
@@ -397,6 +428,8 @@ MUTANTS = {
         one_state_for_all_workers,
         no_generator,
         numpy_reseeded_by_number,
+        one_generator_for_all_loaders,
+        the_programs_copy_too,
     ],
     "determinism.3": [
         without_finally,

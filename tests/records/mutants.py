@@ -329,6 +329,11 @@ def only_names_that_both_know(history, notebook):
     return sorted(n for n in history[-1].uses & had.keys() & would.keys() if had[n] != would[n])
 
 
+def names_that_nobody_had_are_fine(history, notebook):
+    had = _ends(history[:-1])
+    return [n for n in suspects(history, notebook) if n in had]
+
+
 def names_that_the_page_uses(history, notebook):
     now = {c.id: c for c in notebook}.get(history[-1].id, history[-1])
     return suspects([*history[:-1], now], notebook)
@@ -383,6 +388,7 @@ MUTANTS = {
         names_of_all_stale_cells,
         versions_at_the_end,
         only_names_that_both_know,
+        names_that_nobody_had_are_fine,
         names_that_the_page_uses,
         a_deleted_cell_distrusts_all,
     ],

@@ -265,6 +265,43 @@ def cuts_the_fraction_off(x, size):
     return F.interpolate(x.double(), size=(size, size), mode="bilinear", antialias=True).to(x.dtype)
 
 
+def antialias_by_the_height(x, size):
+    return _with(x, size, mode="bilinear", antialias=size < x.shape[2])
+
+
+def early_by_the_width(x, size):
+    return x if x.shape[3] == size else solutions.resize(x, size)
+
+
+def drops_a_batch_of_one(x, size):
+    return solutions.resize(x, size).squeeze(0)
+
+
+def as_if_contiguous(x, size):
+    return solutions.resize(x.as_strided(x.shape, torch.empty(x.shape).stride()), size)
+
+
+def clamps_every_type(x, size):
+    return solutions.resize(x, size).clamp(0, 255)
+
+
+def rounds_to_half_after_each_pass(x, size):
+    y = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    for shape in (x.shape[2], size), (size, size):
+        y = F.interpolate(y, size=shape, mode="bilinear", antialias=True)
+        y = y.to(x.dtype).float() if x.dtype in (torch.float16, torch.bfloat16) else y
+    return (y if x.dtype.is_floating_point else y.round()).to(x.dtype)
+
+
+def planes_as_channels(x, size):
+    "Right: all planes as the channels of one image, float64 inside, torch's own uint8 where it has one."
+    y = x.flatten(0, 1)[None]
+    y = F.interpolate(
+        y if x.dtype == torch.uint8 else y.double(), (size, size), mode="bilinear", antialias=True
+    )
+    return y[0].unflatten(0, x.shape[:2]).to(x.dtype)
+
+
 def image_by_image(x, size):
     return torch.stack([solutions.resize(image[None], size)[0] for image in x])
 
@@ -523,7 +560,7 @@ def one_too_many(budget, cost, plan):
 RIGHT = {
     "resizing.1": [pytorchs_own, by_hooks, by_momenta],
     "resizing.2": [by_a_hook, layer_by_layer, in_one_piece],
-    "resizing.3": [by_two_matrices, torchvisions],
+    "resizing.3": [by_two_matrices, torchvisions, planes_as_channels],
     "resizing.4": [indices_of_steps, cleared_after_each_step, by_closure],
     "resizing.5": [ReadsTheLearner, AtTheEpoch],
     "resizing.6": [by_fractions, by_doubling],
@@ -537,7 +574,9 @@ MUTANTS = {
                    forty_classes, float32_always, channels_from_the_last_convolution, puts_one_mode_back,
                    takes_the_first_five, stays_lazy],
     "resizing.3": [bilinear_without_antialias, cuts_the_middle_out, float32_for_every_float,
-                   float64_through_float32, cuts_the_fraction_off, image_by_image],
+                   float64_through_float32, cuts_the_fraction_off, image_by_image,
+                   antialias_by_the_height, early_by_the_width, drops_a_batch_of_one, as_if_contiguous,
+                   clamps_every_type, rounds_to_half_after_each_pass],
     "resizing.4": [rate_by_epoch, gradients_add_up, in_evaluation_mode, an_epoch_late, sides_sorted,
                    one_pass_kept, writes_into_the_loader],
     "resizing.5": [ValidatesSmall, HidesTheBatch, AnEpochEarly, UsedUp, CutsAPiece, WritesIntoTheLoader],

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib import roofline
 from course_lib.roofline import solutions
@@ -235,6 +236,19 @@ def per_token_times_tokens(m, batch):
     return per_token * m.seq * batch
 
 
+def counted_on_meta(m, batch):
+    "Right: torch's own count of the forward pass's products, three times."
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        x, up = torch.empty(batch, m.seq, m.width), torch.empty(m.width, m.ffn)
+        for _ in range(m.layers):
+            for _ in range(4):
+                x = x @ torch.empty(m.width, m.width)
+            x = x @ up @ up.T
+            x = x @ x.mT @ x
+        _ = x @ torch.empty(m.width, m.vocab)
+    return 3 * counter.get_total_flops()
+
+
 def six_n_d(m, batch):
     "Attention left out."
     return 6 * (_weights(m) + m.width * m.vocab) * batch * m.seq
@@ -391,6 +405,20 @@ def the_loop_over_its_runs(fn, clock, synchronize, warmup, runs):
     return (clock() - start) / runs
 
 
+def the_clock_before_the_wait(fn, clock, synchronize, warmup, runs):
+    def waited():
+        synchronize()
+        fn()
+        synchronize()
+
+    return statistics.median(list(_samples(waited, clock, lambda: None, 0, warmup + runs))[warmup:])
+
+
+def quantile_of_a_tensor(fn, clock, synchronize, warmup, runs):
+    "Right: float32 holds seconds of one call well enough."
+    return torch.tensor(list(_samples(fn, clock, synchronize, warmup, runs))).quantile(0.5)
+
+
 def another_clock(fn, clock, synchronize, warmup, runs):
     return statistics.median(_samples(fn, time.perf_counter, synchronize, warmup, runs))
 
@@ -399,9 +427,9 @@ RIGHT = {
     "roofline.1": [runs_the_operator, by_loops_over_shapes],
     "roofline.2": [filters_and_groups, defaults_to_zero],
     "roofline.3": [by_doubling, by_times_of_a_row],
-    "roofline.4": [product_by_product, per_token_times_tokens],
+    "roofline.4": [product_by_product, per_token_times_tokens, counted_on_meta],
     "roofline.5": [pair_by_pair, sums_the_mask],
-    "roofline.6": [one_loop, synchronised_once],
+    "roofline.6": [one_loop, synchronised_once, quantile_of_a_tensor],
 }
 
 MUTANTS = {
@@ -419,5 +447,5 @@ MUTANTS = {
                    embedding_table_too, forgets_the_gpus, caps_at_100_per_cent,
                    refuses_by_the_rounded_percentage],
     "roofline.6": [synchronise_after_the_clock, mean_of_the_runs, upper_median, warm_up_among_the_runs,
-                   the_loop_over_its_runs, another_clock],
+                   the_loop_over_its_runs, another_clock, the_clock_before_the_wait],
 }  # fmt: skip

@@ -129,6 +129,28 @@ def knows_its_own_divisors(t, peak, warmup, div, div_final, moms):
     return solutions.one_cycle(t, peak, warmup, 25, 1e5, moms)
 
 
+def stays_at_the_peak_without_a_warmup(t, peak, warmup, div, div_final, moms):
+    return solutions.one_cycle(t, peak, warmup, div, div_final, moms) if warmup else (peak, moms[1])
+
+
+def lowest_momentum_in_the_middle(t, peak, warmup, div, div_final, moms):
+    return solutions.one_cycle(t, peak, warmup, div, div_final, (moms[0], min(moms), moms[2]))
+
+
+def never_below_the_last_rate(t, peak, warmup, div, div_final, moms):
+    lr, momentum = solutions.one_cycle(t, peak, warmup, div, div_final, moms)
+    return max(lr, peak / div_final), momentum
+
+
+def by_interpolation(t, peak, warmup, div, div_final, moms):
+    "Right: the place among three points, then weights from a cosine for both series."
+    place = np.interp(t, [0, warmup, 1], [0, 1, 2]) if warmup else 1 + t
+    k = min(int(place), 1)
+    weight = (1 + np.cos(np.pi * (place - k))) / 2
+    points = np.array([[peak / div, peak, peak / div_final], moms])
+    return (weight * points[:, k] + (1 - weight) * points[:, k + 1]).tolist()
+
+
 # --- schedules.3: a range test that restores everything -------------------------------------
 
 
@@ -265,6 +287,32 @@ def builds_the_matrix(loss, params, iterations):
     return torch.linalg.eigvalsh(torch.stack([product(row) for row in eye]))[-1].item()
 
 
+def a_hundred_products(loss, params, iterations):
+    return solutions.top_eigenvalue(loss, params, 100)
+
+
+def shifts_by_ten(loss, params, iterations):
+    product, flat = _product(loss, params)
+    return _power(product, torch.randn_like(flat), iterations, -10.0) - 10.0
+
+
+def stops_where_it_settles(loss, params, iterations):
+    "Right: fewer products where more change nothing."
+    product, flat = _product(loss, params)
+    shift = 0.0
+    while True:
+        v, value = torch.rand_like(flat) - 0.5, math.inf
+        for _ in range(iterations):
+            v, old = v / v.norm(), value
+            hv = product(v) - shift * v
+            value, v = (v @ hv).item(), hv
+            if math.isclose(value, old, rel_tol=1e-9):
+                break
+        if value >= 0 or shift:
+            return value + shift
+        shift = value
+
+
 def leaves_gradients_behind(loss, params, iterations):
     value = solutions.top_eigenvalue(loss, params, iterations)
     loss.backward(retain_graph=True)
@@ -351,9 +399,9 @@ for _name, _answer_ in list(globals().items()):
 
 RIGHT = {
     "schedules.1": [by_schedulers, by_a_table, stays_high],
-    "schedules.2": [by_numpy, by_recursion],
+    "schedules.2": [by_numpy, by_recursion, by_interpolation],
     "schedules.3": [on_a_copy, in_place],
-    "schedules.4": [always_shifts, by_lanczos],
+    "schedules.4": [always_shifts, by_lanczos, stops_where_it_settles],
     "schedules.5": [by_groups, by_windows],
 }
 
@@ -365,6 +413,7 @@ MUTANTS = {
     "schedules.2": [
         raises_momentum_with_the_rate, divides_the_first_rate_at_the_end, climbs_in_a_line,
         forgets_the_third_momentum, knows_its_own_divisors,
+        stays_at_the_peak_without_a_warmup, lowest_momentum_in_the_middle, never_below_the_last_rate,
     ],
     "schedules.3": [
         forgets_batch_norm, forgets_the_averages, forgets_the_gradients, restores_one_mode,
@@ -373,7 +422,7 @@ MUTANTS = {
     ],
     "schedules.4": [
         starts_from_a_ramp, gives_the_largest_in_size, takes_its_size, builds_the_matrix,
-        leaves_gradients_behind,
+        leaves_gradients_behind, a_hundred_products, shifts_by_ten,
     ],
     "schedules.5": [
         stops_at_the_first_touch, takes_step_0_for_never, takes_the_mean, counts_seeds_of_one_side,

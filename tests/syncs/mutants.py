@@ -432,6 +432,12 @@ def kernels_only(events):
     return solutions.largest_gap([e for e in events if not e.get("cat", "").startswith("gpu_mem")])
 
 
+def also_after_the_last_work(events):
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
+    end = {"ph": "X", "cat": "kernel", "name": "end", "ts": max((b for _, b in spans), default=0), "dur": 0}
+    return solutions.largest_gap([*events, {**end, "pid": 0, "tid": 0}])
+
+
 def forgets_kernels_under_kernels(events):
     work = sorted((e for e in events if e["ph"] == "X" and e["cat"] in GPU_WORK), key=lambda e: e["ts"])
     found = [(b["ts"] - a["ts"] - a["dur"], a["ts"] + a["dur"]) for a, b in itertools.pairwise(work)]
@@ -448,6 +454,13 @@ def by_a_batched_product(x, lengths):
     clean = torch.where(inside.unsqueeze(2), x, x.new_zeros(()))
     weights = inside.to(x.dtype) / lengths.clamp(min=1).to(x.dtype).unsqueeze(1)
     return torch.einsum("nt,ntd->nd", weights, clean)
+
+
+def by_cumulated_sums(x, lengths):
+    "Right: sums up to each row, of which one is picked."
+    sums = F.pad(x, (0, 0, 1, 0)).cumsum(1)
+    picked = lengths[:, None, None].expand(-1, 1, x.shape[2])
+    return sums.gather(1, picked)[:, 0] / lengths[:, None].clamp(min=1)
 
 
 def by_a_running_sum(x, lengths):
@@ -606,7 +619,7 @@ RIGHT = {
     "syncs.1": [keeps_everything_and_reads_at_the_end, by_scatter_add],
     "syncs.2": [ByAnExecutor, ByACondition],
     "syncs.3": [by_merging, by_counting_starts_and_ends],
-    "syncs.4": [by_a_batched_product, by_a_running_sum],
+    "syncs.4": [by_a_batched_product, by_a_running_sum, by_cumulated_sums],
     "syncs.5": [ByQuartiles, BySorting],
 }
 MUTANTS = {
@@ -621,7 +634,7 @@ MUTANTS = {
     "syncs.3": [kernels_only, forgets_kernels_under_kernels, the_innermost_operator,
                 an_operator_of_another_process, any_call_that_synchronizes, operators_around_the_moment,
                 takes_events_of_any_phase, takes_all_that_begins_with_gpu, a_gap_of_nothing,
-                one_piece_for_each_start],
+                one_piece_for_each_start, also_after_the_last_work],
     "syncs.4": [multiplies_by_the_mask, a_loop_over_the_rows, by_a_boolean_mask, by_segments,
                 always_single_precision, cleans_nan_first, without_a_gradient, into_ordinary_memory,
                 a_gradient_of_nothing, with_a_zero_of_ordinary_memory],
