@@ -221,7 +221,7 @@ def script(*options, ranks_=0):
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launch += ["--nproc-per-node", str(ranks_)]
     words = [sys.executable, *(launch if ranks_ else []), "-m", "course_lib.llama.train", *options]
-    return subprocess.run(words, capture_output=True, text=True, env=lesson.cpu_environment(), timeout=200)
+    return subprocess.run(words, capture_output=True, text=True, env=lesson.rank_environment(), timeout=200)
 
 
 def test_the_script_under_torchrun_writes_a_folder(tmp_path):
