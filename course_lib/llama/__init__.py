@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from course_lib import checking, meter, timing
+from course_lib import checking, meter, ranks, timing
 
 
 def count_step(step, *args):
@@ -167,7 +167,7 @@ def adopt(exercise, folder="."):
 def rank_environment(gpus=False):
     "This process's environment for ranks that `torchrun` starts from the course's folder; without GPUs."
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **paths} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    return {**ranks.ENVIRONMENT, **os.environ, **paths} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def transformers_logits(folder, ids):
