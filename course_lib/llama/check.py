@@ -216,7 +216,10 @@ def head_loss(answer):
         answer.apply(*other, y, vocab, chunk, lesson.xent)  # a second graph, before the first one's backward
         wanted = torch.autograd.grad(want * scale, oracle)
         for again in ("", ", backward for the second time"):
-            grads = torch.autograd.grad(loss * scale, mine, retain_graph=True, allow_unused=True)
+            with meter.count(portable=False) as c:
+                grads = torch.autograd.grad(loss * scale, mine, retain_graph=True, allow_unused=True)
+            at = ", ".join(repr(code.strip()) for code in c.code[:1])
+            core.require(not at, f"Python waits for the GPU in backward, at {at}")
             for name, a, b in zip(("x", "weight"), grads, wanted, strict=True):
                 core.require(a is not None, f"backward gave no gradient for {name}")
                 grad = f"gradient of {scale:.2f} times the loss for {name}, {what}{again}"

@@ -394,6 +394,15 @@ class ScalesInPlace(solutions.HeadLoss):
         return *(g.mul_(grad) for g in ctx.grads), None, None, None, None
 
 
+class WaitsInBackward(solutions.HeadLoss):
+    "Python reads the gradient of the loss."
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x * grad.item(), grad_w * grad.item(), None, None, None, None
+
+
 class ProductInto(torch.autograd.Function):
     "Products are written into an fp32 buffer: autocast doesn't see them."
 
@@ -791,6 +800,7 @@ MUTANTS = {
         _changed_loss(lambda f, ctx, x, w, *rest: f(ctx, x.float(), w.float(), *rest)),
         BufferOfTheClass,
         ScalesInPlace,
+        WaitsInBackward,
         ProductInto,
     ],
     "llama.4": [
