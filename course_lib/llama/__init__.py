@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from course_lib import checking, meter, timing
+from course_lib import checking, meter, ranks, timing
 
 
 def count_step(step, *args):
@@ -164,14 +164,10 @@ def adopt(exercise, folder="."):
     return checking.yours(exercise)
 
 
-def cpu_environment():
-    "This process's environment, without GPUs, for ranks that `torchrun` starts from the course's folder."
-    return {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
-    }
+def rank_environment(gpus=False):
+    "This process's environment for ranks that `torchrun` starts from the course's folder; without GPUs."
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return {**ranks.ENVIRONMENT, **os.environ, **paths} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def transformers_logits(folder, ids):

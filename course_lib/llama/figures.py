@@ -63,8 +63,10 @@ def draw_losses(losses, ngram, valid):
 
 
 def draw_ways(rates):
-    "Thousand tokens per second by way of sharing the work, {(way, GPUs): tokens / s}."
-    fig, ax = axes(figsize=(5.8, 2.6))
+    "Thousand tokens per second by way of sharing the work, {(way, GPUs): tokens / s}, each way by its GPUs."
+    ways = list(dict.fromkeys(way for way, _ in rates))
+    rates = dict(sorted(rates.items(), key=lambda item: (ways.index(item[0][0]), item[0][1])))
+    fig, ax = axes(figsize=(max(5.8, 0.95 * len(rates)), 2.6))
     for i, ((_, gpus), rate) in enumerate(rates.items()):
         ax.bar(i, rate / 1e3, color=COLOURS[0] if gpus == 1 else COLOURS[2], width=0.6)
         ax.text(i, rate / 1e3, f"{rate / 1e3:,.0f}", ha="center", va="bottom", fontsize=9)

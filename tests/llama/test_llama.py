@@ -221,7 +221,7 @@ def script(*options, ranks_=0):
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launch += ["--nproc-per-node", str(ranks_)]
     words = [sys.executable, *(launch if ranks_ else []), "-m", "course_lib.llama.train", *options]
-    return subprocess.run(words, capture_output=True, text=True, env=lesson.cpu_environment(), timeout=200)
+    return subprocess.run(words, capture_output=True, text=True, env=lesson.rank_environment(), timeout=200)
 
 
 def test_the_script_under_torchrun_writes_a_folder(tmp_path):
@@ -275,6 +275,12 @@ def test_meta_names_and_rotation():
     assert torch.allclose(model.double()(ids), want, atol=1e-4)
 
 
+def test_ranks_see_gpus_only_where_they_are_asked_for(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert lesson.rank_environment()["CUDA_VISIBLE_DEVICES"] == ""
+    assert lesson.rank_environment(gpus=True)["CUDA_VISIBLE_DEVICES"] == "1"
+
+
 def test_figures_are_drawn():
     show.style()
     memory = show.Explorer(lesson.explore_memory, figures.view_memory, batch=[1, 8], scores=[True, False])
@@ -282,6 +288,8 @@ def test_figures_are_drawn():
         figures.draw_ladder({"naive": 2e4, "all": 5e5}),
         memory.view(memory.compute()),
         figures.draw_losses([3.0, 2.0], 2.5, 2.2),
-        figures.draw_ways({("one", 1): 1e5, ("data", 2): 1.9e5}),
+        figures.draw_ways({("one", 1): 1e5, ("data", 2): 1.9e5, ("tensor", 2): 8e4, ("data", 4): 3.7e5}),
     ]
+    names = [label.get_text().split()[:2] for label in drawn[-1].axes[0].get_xticklabels()]
+    assert names == [["one", "1"], ["data", "2"], ["data", "4"], ["tensor", "2"]]
     assert all(fig.axes and fig.axes[0].get_xlabel() + fig.axes[0].get_ylabel() for fig in drawn)
