@@ -44,6 +44,15 @@ def drifting(n, features=8, strength=0.1, half_life=8_000, seed=0):
     return Drift(x, strength * signal + rng.standard_normal(n))
 
 
+def real_prices():
+    "Logarithms of the S&P 500's daily closes, 1999 to 2018; None where package `arch` isn't installed."
+    try:
+        from arch.data import sp500
+    except ImportError:
+        return None
+    return np.log(sp500.load()["Adj Close"].to_numpy())
+
+
 @contextlib.contextmanager
 def ticks(rows, columns=16, block=1 << 20):
     "A mapped file of ticks as a float32 tensor [rows, columns]; the file is deleted afterwards."
