@@ -90,26 +90,6 @@ def captured(body):
     return graph
 
 
-def gpu_us(bodies, width, calls=20, replays=10, rounds=7):
-    """{name: [µs of GPU time of a call, by round]} of {name: body(x, y)}; x and y are on the GPU.
-
-    Each body is captured `calls` times in one graph, so that the time between two graphs hardly counts.
-    Events around `replays` replays; the graphs take turns, and a first round warms up.
-    """
-    x, y = torch.randn(width, device="cuda"), torch.zeros(1, device="cuda")
-    graphs = {n: captured(lambda b=b: [b(x, y) for _ in range(calls)]) for n, b in bodies.items()}
-    found = {name: [] for name in graphs}
-    for _, (name, graph) in itertools.product(range(rounds + 1), graphs.items()):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        found[name].append(1e3 * start.elapsed_time(end) / replays / calls)
-    return {name: us[1:] for name, us in found.items()}
-
-
 def compiled_c(source, name):
     "The function `name` of C source, by ctypes (it gives a float), or None where there is no C compiler."
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")

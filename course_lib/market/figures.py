@@ -100,20 +100,18 @@ def draw_tails(found):
 
 
 def draw_bars(found):
-    "{net: {way: [µs of each round]}}: a panel each, medians with the range of rounds."
+    "{net: {way: Timing}}: a panel each, medians in µs with their 20th and 80th percentiles."
     fig, panels = axes(1, len(found), figsize=(8.4, 0.36 * max(map(len, found.values())) + 1.3))
     for ax, (net, ways) in zip(np.atleast_1d(panels), found.items(), strict=True):
-        medians = [float(np.median(us)) for us in ways.values()]
-        spread = [[m - min(us), max(us) - m] for m, us in zip(medians, ways.values(), strict=True)]
+        median, low, high = 1e6 * np.transpose([timing[:3] for timing in ways.values()])
         colours = [RED if "launch" in way else BLUE for way in ways]
-        ax.barh(
-            list(ways), medians, xerr=np.transpose(spread), color=colours, error_kw={"lw": 1, "capsize": 2}
-        )
-        for y, us in enumerate(ways.values()):
-            ax.text(max(us), y, f"  {medians[y]:.1f}", va="center", fontsize=9)
+        ax.barh(list(ways), median, xerr=(median - low, high - median), color=colours,
+                error_kw={"lw": 1, "capsize": 2})  # fmt: skip
+        for y in range(len(ways)):
+            ax.text(high[y], y, f"  {median[y]:.1f}", va="center", fontsize=9)
         ax.invert_yaxis()
         ax.grid(False)
-        ax.set(xlim=(0, 1.25 * max(medians)), xlabel="GPU time, µs", title=net)
+        ax.set(xlim=(0, 1.25 * max(median)), xlabel="GPU time, µs", title=net)
     return fig
 
 
@@ -134,24 +132,33 @@ def draw_percentiles(found):
         low, high = every.min() / 1.4, every.max() * 1.3
         ax.set(xscale="log", xlim=(low, high), ylim=(len(ways) - 0.5, -0.7), title=net,
                xlabel="µs, from p50 (dot) to p99 (red)")  # fmt: skip
-        ticks = [t * 10**k for k in range(7) for t in (1, 2, 5) if low <= t * 10**k <= high]
-        ax.minorticks_off()
-        ax.set_xticks(ticks, [f"{t:,}" for t in ticks])
+        _ticks(ax.xaxis, low, high)
     return fig
+
+
+def _ticks(axis, low, high):
+    "Ticks of a logarithmic axis at 1, 2 and 5, written out."
+    ticks = [t * 10.0**k for k in range(-6, 7) for t in (1, 2, 5) if low <= t * 10.0**k <= high]
+    axis.set_ticks(ticks, [f"{t:,g}" for t in ticks])
+    axis.set_ticks([], minor=True)
 
 
 def draw_curve(found):
     "{device: {batch: µs}}: latency of a batch against requests answered in a µs."
     fig, ax = axes(figsize=(6.8, 3.6))
+    slowest = max(costs[min(costs)] for costs in found.values())
     for k, (name, costs) in enumerate(found.items()):
         rate, us = [n / c for n, c in costs.items()], list(costs.values())
         ax.plot(rate, us, "o-", color=COLOURS[k], label=name, markersize=4)
         for n in (min(costs), max(costs)):
-            below = k == 0 and n == min(costs)  # two labels of a single request would overlap
-            ax.annotate(f"batch {n:,}", (n / costs[n], costs[n]), xytext=(0, -14 if below else 6),
-                        textcoords="offset points", fontsize=8, ha="center")  # fmt: skip
+            above = n > min(costs) or costs[n] == slowest  # two labels of a single request would overlap
+            ax.annotate(f"batch {n:,}", (n / costs[n], costs[n]), xytext=(0, 6 if above else -14),
+                        textcoords="offset points", fontsize=8,
+                        ha="center" if n > min(costs) else "right")  # fmt: skip
     ax.set(xscale="log", yscale="log", xlabel="throughput, requests a µs", ylabel="latency of a batch, µs")
     ax.margins(0.12, 0.18)
+    _ticks(ax.xaxis, *ax.get_xlim())
+    _ticks(ax.yaxis, *ax.get_ylim())
     ax.legend()
     return fig
 
