@@ -1,5 +1,8 @@
 "Kernels are compiled for an H200 here, without one, and what the compiler refuses is said in one sentence."
 
+import re
+import subprocess
+
 import pytest
 import torch
 
@@ -120,3 +123,31 @@ def test_the_kernels_of_the_library_compile(dtype):
         for on in (True, False):  # LONG, EVEN and their like
             given = {n: pointers.get(n, constants.get(n, on if n.isupper() else 7)) for n in kernel.arg_names}
             assert compiled.refusal(kernel, given) is None
+
+
+@triton.jit
+def product(a_ptr, out_ptr, SIDE: tl.constexpr):
+    at = tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    total = tl.zeros((128, 128), tl.float32)
+    for start in range(SIDE):
+        a = tl.load(a_ptr + start * 128 * 128 + at)
+        total = tl.dot(a, tl.trans(a), total)
+    tl.store(out_ptr + at, total)
+
+
+def test_resources_are_those_that_cuobjdump_reads(tmp_path, monkeypatch):
+    original, made = triton.compile, []
+    monkeypatch.setattr(triton, "compile", lambda *args, **kw: made.append(original(*args, **kw)) or made[-1])
+    given = {"a_ptr": torch.empty(2, dtype=torch.bfloat16), "out_ptr": torch.empty(2), "SIDE": 8}
+    found = {}
+    for limit in (None, 128):
+        found[limit] = compiled.resources(product, given, num_warps=4, num_stages=3, maxnreg=limit)
+        code = tmp_path / "code.cubin"
+        code.write_bytes(made[-1].asm["cubin"])
+        tool = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", code]
+        said = subprocess.run(tool, capture_output=True, text=True).stdout
+        want = [int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK")]
+        assert [*found[limit][:2]] == want
+    assert found[None][0] > 128 >= found[128][0]
+    assert found[None][1] == 0 < found[128][1]
+    assert found[None][2] - 1024 == 3 * 128 * 128 * 2  # three stages of a

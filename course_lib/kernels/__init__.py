@@ -6,6 +6,7 @@
 
     watch.watch()                                 counts loads and stores, finds races and stray addresses
     compiled.refusal(kernel, arguments)           what the compiler for a GPU refuses; needs no GPU
+    compiled.resources(kernel, arguments)         registers and shared memory of a kernel; needs no GPU
     replay.time_all(contenders, make)             times kernels alone, without the Python that launches them
 
 A kernel's file has its launcher, which doesn't check its arguments: Triton's and PyTorch's errors do.

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import re
+import struct
 
 import triton
 import triton.language as tl
@@ -18,6 +19,7 @@ from triton.runtime import interpreter, jit
 from course_lib.kernels import interpret
 
 TARGET = GPUTarget("cuda", 90, 32)
+REGISTERS, FRAME = 0x2F, 0x11  # attributes in .nv.info: EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
 # What Triton says of a helper without @triton.jit, and of a number from outside.
 OUTSIDE = r"Unsupported function referenced: <[\w-]+ (?:method )?(\S+)|Cannot access global variable (\w+)"
 
@@ -28,21 +30,57 @@ def refusal(kernel, arguments):
     `arguments` by name, as a launch has them: tensors count by their dtypes, numbers by their types, and what
     is annotated as `tl.constexpr` by its value.
     """
-    fn = kernel
-    while not inspect.isfunction(fn):  # under @triton.autotune, say
-        fn = fn.fn
+    fn = _python(kernel)
     with _for_the_compiler(fn):
         try:
-            made = jit.JITFunction(fn)
-            constants = {p.name: arguments[p.name] for p in made.params if p.is_constexpr}
-            types = {name: jit.mangle_type(arguments[name]) for name in arguments.keys() - constants.keys()}
-            signature = {p.name: types.get(p.name, "constexpr") for p in made.params}
-            triton.compile(ASTSource(made, signature, constants), target=TARGET)
+            _compiled(fn, arguments)
         except OSError:  # nowhere to keep what is compiled
             return None
         except Exception as e:
             return _sentence(e, fn)
     return None
+
+
+def resources(kernel, arguments, **options):
+    """What a kernel takes of an H200: (registers of a thread, bytes of a thread that spill, shared bytes).
+
+    `arguments` as for `refusal`; `options` are launch options, num_warps=8. The shared bytes are a program's,
+    with the 1,024 that CUDA keeps of each. The first two stand in the section .nv.info of the machine code.
+    """
+    fn = _python(kernel)
+    with _for_the_compiler(fn):
+        made = _compiled(fn, arguments, aligned=True, **options)
+    code = made.asm["cubin"]  # an ELF file
+    (table,), (size, count, names) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<3H", code, 58)
+    sections = [struct.unpack_from("<2I4Q", code, table + i * size) for i in range(count)]
+    at, end, found = 0, 0, {}
+    for name, *_, start, length in sections:
+        if code.startswith(b".nv.info\0", sections[names][4] + name):
+            at, end = start, start + length
+    while at < end:  # entries of a format, an attribute, a size; the values of format 4 follow
+        form, attribute, length = struct.unpack_from("<2BH", code, at)
+        if form == 4:
+            found[attribute] = struct.unpack_from("<I", code, at + 8)[0]  # after the function's number
+        at += 4 + length * (form == 4)
+    return found[REGISTERS], found.get(FRAME, 0), made.metadata.shared + 1024
+
+
+def _python(kernel):
+    while not inspect.isfunction(kernel):  # under @triton.autotune, say
+        kernel = kernel.fn
+    return kernel
+
+
+def _compiled(fn, arguments, aligned=False, **options):
+    made = jit.JITFunction(fn)
+    constants = {p.name: arguments[p.name] for p in made.params if p.is_constexpr}
+    types = {name: jit.mangle_type(arguments[name]) for name in arguments.keys() - constants.keys()}
+    signature = {p.name: types.get(p.name, "constexpr") for p in made.params}
+    hints = {}
+    if aligned:  # as a launch says: addresses, and integers, that are multiples of 16
+        even = [p.num for p in made.params if types.get(p.name, "f").startswith(("*", "i"))]
+        hints = {(i,): [["tt.divisibility", 16]] for i in even}
+    return triton.compile(ASTSource(made, signature, constants, hints), target=TARGET, options=options)
 
 
 def _sentence(e, fn):

@@ -1,4 +1,4 @@
-"What lesson triton keeps beside kernels: the places of a launch, the blocks of a wave, Inductor's kernel."
+"What lesson triton keeps beside kernels: the places of a launch, Inductor's kernel."
 
 import os
 import re
@@ -28,9 +28,9 @@ def said(guess, value, unit):
 def shares_of_copy(copy, softmax):
     "{machine: % of a copy's rate} of PyTorch's softmax: of this machine and of the recorded one."
     shares = {"this machine": 100 * softmax / copy}
-    theirs = recorded.get("triton.softmax_eager_tbps")
-    if theirs and "COURSE_RECORDING" not in os.environ:  # else it is this run that is recorded
-        shares[f"{theirs['machine']}, recorded"] = 100e12 * theirs["value"] / recorded.peaks()[1].bytes
+    theirs, copied = (recorded.get(f"triton.{name}_tbps") for name in ("softmax_eager", "copy"))
+    if theirs and copied and "COURSE_RECORDING" not in os.environ:  # else it is this run that is recorded
+        shares[f"{theirs['machine']}, recorded"] = 100 * theirs["value"] / copied["value"]
     return shares
 
 
@@ -38,15 +38,6 @@ def places(n=19, block=8):
     "A launch over `n` elements in blocks of `block`: its programs, and which part of their places is idle."
     programs = -(-n // block)
     return {"n": n, "block": block, "programs": programs, "idle": 1 - n / (programs * block)}
-
-
-def waves(tiles, wave):
-    """What each wave of `wave` programs needs, as (tile rows, tile columns): blocks of a and blocks of b.
-
-    `tiles` are the (row, column) of all programs in order. A block that a wave shares comes from memory once.
-    """
-    parts = [tiles[start : start + wave] for start in range(0, len(tiles), wave)]
-    return [(len({m for m, _ in part}), len({n for _, n in part})) for part in parts]
 
 
 def inductor_kernel(fn, *args):

@@ -1,7 +1,6 @@
 "The figures of lesson triton: functions of plain data that return a matplotlib figure."
 
 from course_lib import show
-from course_lib.triton import waves
 
 BLUE, RED, GREY = show.COLOURS[0], show.COLOURS[1], show.COLOURS[6]
 
@@ -12,11 +11,18 @@ def draw_shares(shares):
     ax.barh(list(shares), list(shares.values()), color=BLUE)
     for row, share in enumerate(shares.values()):
         ax.text(share, row, f" {share:.0f} %", va="center")
-    ax.axvline(100, color=GREY, ls="--", lw=1)
+    _line(ax, 100, "a copy")
     ax.invert_yaxis()
     ax.grid(False)
     ax.set(xlim=(0, 1.15 * max(100, *shares.values())), xlabel="PyTorch's softmax, % of the rate of a copy")
     return fig
+
+
+def _line(ax, x, label):
+    "A dashed line at `x`, with its label above the axes."
+    ax.axvline(x, color=GREY, ls="--", lw=1)
+    how = {"ha": "center", "va": "bottom", "fontsize": 9, "color": GREY}
+    ax.text(x, 1.01, label, transform=ax.get_xaxis_transform(), **how)
 
 
 def draw_bars(rates, unit="TB/s", roof=None, title=None):
@@ -27,12 +33,12 @@ def draw_bars(rates, unit="TB/s", roof=None, title=None):
     colours = [RED if label.startswith("yours") else BLUE for label in rates]
     ax.barh(list(rates), medians, xerr=spread, color=colours, error_kw={"lw": 1, "capsize": 2})
     top = max([*medians, roof or 0])
-    for row, value in enumerate(medians):
-        ax.text(0.01 * top, row, show.number(value), va="center", color="white", fontweight="bold")
+    for row, (value, _, high) in enumerate(rates.values()):
+        inside = value > 0.12 * top  # a shorter bar has its label behind it
+        x, colour = (0.01 * top, "white") if inside else (high + 0.015 * top, "black")
+        ax.text(x, row, show.number(value), va="center", color=colour, fontweight="bold")
     if roof:
-        ax.axvline(roof, color=GREY, ls="--", lw=1)
-        ax.text(roof, 1.01, f"copy {roof:.3g}", transform=ax.get_xaxis_transform(), ha="center", va="bottom",
-                fontsize=9, color=GREY)  # fmt: skip
+        _line(ax, roof, f"copy {roof:.3g}")
     ax.invert_yaxis()
     ax.grid(False)
     ax.set(xlim=(0, 1.08 * top), xlabel=unit)
@@ -74,7 +80,7 @@ def draw_orders(orders, wave):
             ax.add_patch(Rectangle((n + 0.05, m + 0.05), 0.9, 0.9, fc=BLUE if on else "#e8e8e8", lw=0))
             colour = "white" if on else "#777777"
             ax.text(n + 0.5, m + 0.5, f"{pid}", ha="center", va="center", fontsize=8, color=colour)
-        a, b = waves(tiles, wave)[0]
+        a, b = (len(set(each)) for each in zip(*tiles[:wave], strict=True))
         ax.set(xlim=(0, 1 + max(n for _, n in tiles)), ylim=(1 + max(m for m, _ in tiles), 0))
         ax.set(xlabel="tile column: a block of b", ylabel="tile row: a block of a", xticks=[], yticks=[])
         ax.set_aspect("equal")

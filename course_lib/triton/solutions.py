@@ -180,14 +180,14 @@ def xent_kernel(logits_ptr, target_ptr, loss_ptr, scale_ptr, stride, n_cols, BLO
         total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new), axis=0)
         chosen += tl.sum(tl.where(cols == target, x, 0.0), axis=0)
         top = new
-    lse = top + tl.log(total)
+    log_total = tl.log(total)
     scale = tl.where(target < 0, 0.0, tl.load(scale_ptr))
-    tl.store(loss_ptr + row, tl.where(target < 0, 0.0, lse - chosen))
+    tl.store(loss_ptr + row, tl.where(target < 0, 0.0, log_total - (chosen - top)))
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
         x = tl.load(row_ptr + cols, mask=mask, other=-float("inf")).to(tl.float32)
-        p = tl.exp(x - lse)
+        p = tl.exp(x - top - log_total)
         tl.store(row_ptr + cols, scale * tl.where(cols == target, p - 1.0, p), mask=mask)
 
 

@@ -195,9 +195,9 @@ RIGHT = {
     "triton.7": [
         changed("triton.7", (CHOSEN, ""),
                 ("chosen = 0.0\n", "chosen = tl.load(row_ptr + tl.maximum(target, 0)).to(tl.float32)\n")),
-        changed("triton.7", ("lse = top + tl.log(total)", "log_total = tl.log(total)"),
-                ("lse - chosen", "log_total - (chosen - top)"),
-                ("tl.exp(x - lse)", "tl.exp(x - top) / total")),
+        changed("triton.7", ("log_total = tl.log(total)", "lse = top + tl.log(total)"),
+                ("log_total - (chosen - top)", "lse - chosen"),
+                ("tl.exp(x - top - log_total)", "tl.exp(x - top) / total")),
     ],
 }  # fmt: skip
 
@@ -261,7 +261,8 @@ MUTANTS = {
         changed("triton.7", ("p), mask=mask", "p)")),
         changed("triton.7", ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)")),
         changed("triton.7",
-                ("tl.exp(x - lse)", "tl.exp(x - lse).to(logits_ptr.dtype.element_ty).to(tl.float32)")),
+                ("tl.exp(x - top - log_total)",
+                 "tl.exp(x - top - log_total).to(logits_ptr.dtype.element_ty).to(tl.float32)")),
         changed("triton.7", ("p - 1.0, p)", "p - 1.0, p).to(logits_ptr.dtype.element_ty)")),
         changed("triton.7", ("mask=cols < n_cols, other", "mask=(cols < n_cols) | (start == 0), other")),
     ],

@@ -68,12 +68,6 @@ def test_the_places_of_a_launch(n, block, programs, answers):
     assert w.loads["x_ptr"].masked == round(data["idle"] * programs * block)
 
 
-def test_waves_count_what_they_need(answers):
-    grouped = answers.REFERENCE["triton.6"]
-    assert lesson.waves([grouped(pid, 8, 8, 4) for pid in range(64)], 16)[0] == (4, 4)
-    assert lesson.waves([grouped(pid, 8, 8, 1) for pid in range(64)], 16) == [(2, 8)] * 4
-
-
 def test_figures_draw(answers):
     import matplotlib.pyplot as plt
 
