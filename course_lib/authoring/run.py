@@ -33,8 +33,9 @@ def run_cmd(args):
     if args.jobs > 1 and "OMP_NUM_THREADS" not in os.environ:  # threads that share a core wait for each other
         env["OMP_NUM_THREADS"] = str(max(1, machine.cores() // args.jobs))
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        lessons = [pool.submit(_lesson, p, args, env) for p in paths]
         try:
-            for done in concurrent.futures.as_completed(pool.submit(_lesson, p, args, env) for p in paths):
+            for done in concurrent.futures.as_completed(lessons):
                 suite, figures = done.result()
                 print(figures, end="", flush=True)
                 for failure in suite.iter("failure"):
@@ -44,8 +45,11 @@ def run_cmd(args):
                 _write(report, junit)  # a run that CI ends has reported the lessons before
         except BaseException:  # Ctrl-C does not reach the kernels
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in psutil.Process().children(recursive=True):
-                process.kill()
+            while not all(lesson.done() for lesson in lessons):  # one may still start its kernel
+                for process in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                time.sleep(0.1)
             raise
     if len(paths) > 1:
         for suite in report:
