@@ -81,3 +81,19 @@ def draw_bars(groups, xlabel="µs a call"):
         ax.set_ylim(tallest - 0.5, -0.5)  # bars of one height in all panels
         ax.grid(False, axis="y")
     return fig
+
+
+def draw_gains(gains):
+    "How many times as fast as on one stream, by the number of streams: {kernel: {streams: times}}."
+    fig, ax = show.axes(figsize=(6.6, 3.4))
+    streams = list(next(iter(gains.values())))
+    ax.plot(streams, streams, "--", color=show.COLOURS[6], lw=1, label="all streams at once")
+    for i, (name, found) in enumerate(gains.items()):
+        ax.plot(list(found), list(found.values()), "o-", color=show.COLOURS[i], ms=4, label=name)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_ticks(streams, [str(n) for n in streams])
+    ax.set(xlabel="streams", ylabel="times as fast as one", ylim=(0.8, 1.2 * streams[-1]))
+    ax.legend(title="kernel", loc="upper left")
+    return fig

@@ -58,7 +58,7 @@ def draw_traces(traces, zoom=None):
     many µs to show on each side of the gap, by default everything. Time 0 is where the gap
     begins, or the first event.
     """
-    fig, axes = show.axes(len(traces), figsize=(7.2, 0.6 + 1.6 * len(traces)), squeeze=False)
+    fig, axes = show.axes(len(traces), figsize=(7.2, 0.6 + 1.75 * len(traces)), squeeze=False)
     for ax, (title, (events, gap)) in zip(axes[:, 0], traces.items(), strict=True):
         _trace(ax, events, gap, zoom)
         cause = gap and (f"Python was in {gap[2]}" if gap[2] else "Python was not waiting")
@@ -85,7 +85,8 @@ def _trace(ax, events, gap, zoom):
     shown = [
         e for e in events if e["cat"] in kinds and e["ts"] - zero < high and e["ts"] + e["dur"] - zero > low
     ]
-    lanes = sorted({(kinds[e["cat"]] == "GPU", str(e["tid"])) for e in shown})
+    rows = [e for e in events if e["cat"] in kinds]  # each thread has its row, also where it does nothing
+    lanes = sorted({(kinds[e["cat"]] == "GPU", str(e["tid"])) for e in rows})
     for kind, (label, colour, height) in layers.items():
         mine = [e for e in shown if kinds[e["cat"]] == kind]
         if kind in ("call", "wait"):
@@ -101,7 +102,7 @@ def _trace(ax, events, gap, zoom):
         ax.axvspan(0, gap[1], color=show.COLOURS[4], alpha=0.35, lw=0, label="largest gap")
     if zoom and gap:
         ax.set_xlim(low, high)
-    main = {str(e["tid"]) for e in shown if e["tid"] == e["pid"]}  # others are autograd's threads
+    main = {str(e["tid"]) for e in rows if e["tid"] == e["pid"]}  # others are autograd's threads
     labels = ["GPU" if gpu else "Python" if tid in main else "autograd" for gpu, tid in lanes]
     ax.set_yticks(range(len(lanes)), labels)
     ax.set_ylim(len(lanes) - 0.4, -0.6)

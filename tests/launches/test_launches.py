@@ -170,6 +170,7 @@ def test_figures_can_be_drawn():
     for fig in (
         figures.draw_bars({"a": rows, "b": rows}),
         figures.draw_floor({8: [3.0, 4.0], 32: [5.0, 6.0]}),
+        figures.draw_gains({"matmul": {1: 1.0, 2: 1.3}, "1 µs": {1: 1.0, 2: 2.0}}),
         figures.view_graph(launches.explore()),
     ):
         assert all(ax.get_xlabel() for ax in fig.axes[-1:])

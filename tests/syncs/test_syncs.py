@@ -139,6 +139,13 @@ def test_figures():
     title = fig.axes[0].get_title(loc="left") or fig.axes[0].get_title()
     assert title.startswith("one: largest gap 20 µs")
     assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == ["Python", "GPU"]
+    events.append({"ph": "X", "cat": "cpu_op", "name": "early", "pid": 1, "tid": 2, "ts": -900, "dur": 1})
+    fig = figures.draw_traces({"one": (events, solutions.largest_gap(events))}, zoom=40)
+    assert [t.get_text() for t in fig.axes[0].get_yticklabels()] == [
+        "Python",
+        "autograd",
+        "GPU",
+    ]  # all threads
     bars = {"a": {"returned": 1.0, "done": 2.0, "print": 3.0}}
     for drawn in (figures.draw_failure(bars), figures.draw_ratios({8: [1, 2]}, "x", "y"),
                   figures.draw_ladder({"as found": [2.0, 3.0], "+ one": [1.0, 1.5]}),
