@@ -102,3 +102,35 @@ def draw_bars(found, unit):
     ax.set(xlabel=unit, xlim=(0, 1.15 * top))
     ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # above: it hides no value
     return fig
+
+
+def draw_race(rates, bound):
+    "Text tokens a second by way, {way: [of each round]}, with their range; dashed: what the bound promises."
+    fig, ax = axes(figsize=(6.8, 0.42 * len(rates) + 1.2))
+    for y, (way, several) in enumerate(rates.items()):
+        ax.barh(y, np.median(several) / 1e3, height=0.6, color=COLOURS[way.startswith("packed")])
+        ax.plot([min(several) / 1e3, max(several) / 1e3], [y, y], color="black", linewidth=1.5)
+    ax.axvline(bound / 1e3, color="#555555", linestyle="--", linewidth=1)
+    ax.annotate("the bound", (bound / 1e3, -0.5), xytext=(-4, 3), textcoords="offset points", ha="right",
+                fontsize=8)  # fmt: skip
+    ax.set_yticks(range(len(rates)), list(rates))
+    ax.set(xlabel="thousand text tokens a second (line: the rounds)", ylim=(len(rates) - 0.5, -1))
+    ax.grid(axis="y", visible=False)
+    return fig
+
+
+def draw_parts(found):
+    "Steps, clock and power by way: {way: [(ms, MHz, W, W allowed, reason) of each round]}."
+    fig, axs = axes(1, 3, figsize=(9.2, 0.3 * len(found) + 1.3), sharey=True)
+    labels = "ms a step", "clock, MHz", "power, W (dashed: allowed)"
+    for k, (ax, label) in enumerate(zip(axs, labels, strict=True)):
+        for y, several in enumerate(found.values()):
+            values = [row[k] for row in several]
+            ax.plot(values, [y] * len(values), "o", color=COLOURS[k], alpha=0.5, markersize=5)
+            ax.plot(np.median(values), y, "|", color=COLOURS[k], markersize=14, markeredgewidth=2)
+        ax.set(xlabel=label)
+        ax.locator_params(axis="x", nbins=5)
+    axs[2].axvline(next(iter(found.values()))[0][3], color="#555555", linestyle="--", linewidth=1)
+    axs[0].set_yticks(range(len(found)), list(found))
+    axs[0].set_ylim(len(found) - 0.5, -0.5)
+    return fig

@@ -102,20 +102,34 @@ def draw_cost(flops, seconds):
     return fig
 
 
-def draw_race(runs):
-    "Accuracy against seconds: {arm: {seed: [(seconds, %)]}}; thin lines are seeds, thick their median."
+def draw_race(runs, errors=False):
+    """Accuracy against seconds: {arm: {seed: [(seconds, %)]}}; thin lines are seeds, thick their median.
+
+    With `errors` it is what is not read right, with logarithmic axes.
+    """
     fig, ax = axes(figsize=(6.4, 4))
     for k, (arm, by_seed) in enumerate(runs.items()):
-        for points in by_seed.values():
+        lines = [[(t, 100 - y if errors else y) for t, y in points] for points in by_seed.values()]
+        for points in lines:
             ax.plot(*zip(*points, strict=True), "os"[k], linestyle="-", color=COLOURS[k], alpha=0.35,
                     linewidth=0.8, markersize=4)  # fmt: skip
         middle = [[statistics.median(v) for v in zip(*same, strict=True)]
-                  for same in zip(*by_seed.values(), strict=True)]  # fmt: skip
+                  for same in zip(*lines, strict=True)]  # fmt: skip
         ax.plot(*zip(*middle, strict=True), color=COLOURS[k], linewidth=2.2, marker="os"[k], label=arm)
-    ax.set(xlabel="seconds of training", ylabel="read right, %", xlim=(0, None))
+    ax.set(xlabel="seconds of training", ylabel="read right, %")
+    if errors:
+        from matplotlib.ticker import LogLocator
+
+        ax.set(xscale="log", yscale="log", ylabel="not read right, %")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+            axis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
+    else:
+        ax.set_xlim(0)
     seeds = f"{len(by_seed)} seeds, median thick" if len(by_seed) > 1 else "one seed"
     ax.set_title(f"Each point is one whole run; {seeds}")
-    ax.legend(loc="lower right")
+    ax.legend(loc="upper right" if errors else "lower right")
     return fig
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from course_lib import feeding
+from course_lib.feeding import figures
 
 LENGTHS = [3, 9, 4, 4, 8, 1, 7, 2, 6, 5, 5]
 
@@ -75,3 +76,12 @@ def test_pages_in_memory(tmp_path):
             os.fsync(f.fileno())
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert 0 <= feeding.in_memory(path) <= 1
+
+
+def test_figures_of_the_race_and_of_its_parts():
+    ax = figures.draw_race({"padded": [1e5, 1.1e5], "packed, varlen": [2e5, 2.4e5]}, bound=2.5e5).axes[0]
+    assert [bar.get_width() for bar in ax.patches] == [105, 220]
+    assert list(ax.lines[-1].get_xdata()) == [250, 250], "the bound"
+    rows = [(66.0, 1700.0, 690.0, 700.0, "power limit"), (67.0, 1690.0, 695.0, 700.0, "power limit")]
+    fig = figures.draw_parts({"padded": rows, "packed": rows[::-1]})
+    assert [len(ax.lines) for ax in fig.axes] == [4, 4, 5], "two ways, and the power allowed"

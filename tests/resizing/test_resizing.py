@@ -159,6 +159,8 @@ def test_figures_draw_what_they_are_given(monkeypatch):
     }
     ax = figures.draw_race(runs).axes[0]
     assert len(ax.lines) == 8 and list(ax.lines[3].get_xdata()) == [2.0, 2.0]
+    errors = figures.draw_race(runs, errors=True).axes[0]
+    assert errors.get_yscale() == "log" and list(errors.lines[3].get_ydata()) == [50.0, 19.0]
     gains = {80: resizing.Gain(1.4, 1.2, 1.6, 5), 81: resizing.Gain(1.0, 0.9, 1.1, 5)}
     assert len(figures.draw_gains(gains).axes[0].lines) == 2, "the median, equal time"
     figures.draw_loading({"on the device": (0.01, 0.03), "files": (0.05, 0.05)})
