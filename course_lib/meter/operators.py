@@ -200,6 +200,8 @@ def cost(func, args, kwargs, result, count_bytes=True):
     """
     op, given = name(func), arguments(func, args, kwargs)
     changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if given.get("grad_scale") is None:  # without it a fused optimizer only reads the gradients
+        changed = [k for k in changed if k != "grads"]
     written = tensors([given.get(k) for k in changed])
     if not changed:
         old = {_storage(t) for t in tensors(list(given.values()))}
