@@ -115,9 +115,11 @@ def test_ctrl_c_leaves_no_kernel(course):
     nb["cells"] = [code("hangs", "import time\ntime.sleep(600)")]
     small_course.put(course, nb)
     words = [sys.executable, "-m", "course_lib.authoring.cli", "run", "--all", "--jobs", "2"]
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without
     process = subprocess.Popen(
         words, env=small_course.environment(course), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    signal.signal(signal.SIGINT, was)
     mine = ["pgrep", "-f", "-P", str(process.pid), "ipykernel"]
     end = time.monotonic() + 60
     while not (kernels := subprocess.run(mine, capture_output=True, text=True).stdout.split()):

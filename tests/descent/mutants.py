@@ -108,7 +108,7 @@ def by_lanczos(product, size):
         products.append(product(basis[:, -1].float()).double())
         w = products[-1] - basis @ (basis.T @ products[-1])
         w = w - basis @ (basis.T @ w)
-        if w.norm() < 1e-5 * products[-1].norm():
+        if not w.norm():
             break
         basis = torch.cat([basis, w[:, None] / w.norm()], 1)
     small = basis[:, : len(products)].T @ torch.stack(products, 1)
