@@ -11,14 +11,17 @@ def draw_copies(losses, apart, together=None):
     steps = range(1, len(apart) + 1)
     for rank, curve in enumerate(losses):
         left.plot(steps, curve, label=f"rank {rank}", lw=1.2)
-    left.set(title="Each copy's loss, on its own data", ylabel="loss", ylim=(0, None))
+    left.set_title("Each copy's loss, on its own data")
+    left.set_ylabel("loss")
+    left.set_ylim(0)
     left.legend(fontsize=9)
     right.plot(steps, apart, color=RED, label="each for itself")
     if together:
         right.plot(steps, together, color=BLUE, label="gradients averaged")
         right.legend(loc="lower right", bbox_to_anchor=(1.0, 0.06))
     right.set_ylim(-0.01 if together else 0)
-    right.set(title="Distance between the copies", ylabel="distance / the mean's way")
+    right.set_title("Distance between the copies")
+    right.set_ylabel("distance / the mean's way")
     for ax in (left, right):
         ax.set_xlabel("step")
     return fig
@@ -61,7 +64,9 @@ def draw_traffic(most=16):
     ns = range(2, most + 1)
     ax.plot(ns, [n - 1 for n in ns], color=RED, label="the whole vector round the ring, N - 1")
     ax.plot(ns, [2 * (n - 1) / n for n in ns], color=BLUE, label="chunks round the ring, 2(N - 1)/N")
-    ax.set(xlabel="ranks N", ylabel="times the vector", title="Bytes that one rank sends")
+    ax.set_xlabel("ranks N")
+    ax.set_ylabel("times the vector")
+    ax.set_title("Bytes that one rank sends")
     ax.legend(loc="upper left")
     return fig
 
@@ -86,7 +91,9 @@ def draw_spans(runs):
         ax.set_ylim(1.6, -0.6)
         ax.grid(False)
         ax.set_title(f"{title}: {1e3 * seconds:.1f} ms", fontsize=10)
-    axes[-1, 0].set_xlabel("ms since backward began (dashed: it has returned; red: all means are there)")
+    axes[-1, 0].set_xlabel(
+        "ms since backward began (dashed: backward has returned; red: all means are there)"
+    )
     return fig
 
 
@@ -112,7 +119,9 @@ def draw_measured(sizes, seconds, model, where):
     ticks = [d * 10.0**k for k in range(-4, 5) for d in (1, 2, 5) if low <= d * 10.0**k <= high]
     ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
     ax.minorticks_off()
-    ax.set(xlabel="size of the tensor", ylabel="ms", title=f"One all-reduce, {where}")
+    ax.set_xlabel("size of the tensor")
+    ax.set_ylabel("ms")
+    ax.set_title(f"One all-reduce, {where}")
     ax.legend(loc="upper left")
     return fig
 
@@ -177,19 +186,4 @@ def draw_scaling(found, where):
     ax.invert_yaxis()
     ax.set_xlabel(f"throughput of {where} over that of {where} alone (dashed: nothing lost)")
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
-    return fig
-
-
-def draw_parts(found, title):
-    "Milliseconds of a step by what runs on the GPU, stacked: {contender: {part: ms}}."
-    fig, ax = show.axes(figsize=(7.0, 1.2 + 0.36 * len(found)))
-    left = [0.0] * len(found)
-    for part, colour in zip(next(iter(found.values())), (BLUE, PINK, ORANGE, "#d9d9d9"), strict=True):
-        wide = [parts[part] for parts in found.values()]
-        ax.barh(list(found), wide, left=left, height=0.66, color=colour, label=part)
-        left = [a + b for a, b in zip(left, wide, strict=True)]
-    ax.invert_yaxis()
-    ax.grid(False, axis="y")
-    ax.set(xlabel=f"ms of a step in the trace, {title}")
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
     return fig

@@ -26,12 +26,12 @@ def draw_scores(rows):
     "Scores that each rank computes, {name: [scores by rank]}, beside an even share."
     fig, axs = axes(1, len(rows), figsize=(6.6, 2.6), sharey=True)
     for ax, (name, scores) in zip(axs, rows.items(), strict=True):
-        ax.bar(range(len(scores)), scores, color=COLOURS[0])
-        ax.axhline(sum(scores) / len(scores), color=COLOURS[1], linestyle="--", linewidth=1.2,
+        ax.bar(range(len(scores)), [s / 1e3 for s in scores], color=COLOURS[0])
+        ax.axhline(sum(scores) / len(scores) / 1e3, color=COLOURS[1], linestyle="--", linewidth=1.2,
                    label="an even share")  # fmt: skip
         ax.set(title=name, xlabel="rank", xticks=range(len(scores)))
         ax.grid(False)
-    axs[0].set_ylabel("scores computed")
+    axs[0].set_ylabel("scores computed, thousands")
     axs[0].legend(loc="upper left", fontsize=8)
     return fig
 

@@ -100,16 +100,3 @@ def draw_race(times):
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     return fig
-
-
-def draw_pieces(curves):
-    "Microseconds by the number of pieces: {name: {pieces: µs}}; the first is thick, the last dashed."
-    fig, ax = axes(figsize=(6.6, 3.2))
-    for i, (name, curve) in enumerate(curves.items()):
-        style = {"color": COLOURS[(2, 0, 6, 1)[i]], "lw": 1.3 if i else 2.5, "ms": 4, "label": name}
-        ax.plot(list(curve), list(curve.values()), "o--" if i == len(curves) - 1 else "o-", **style)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(list(curve), [str(n) for n in curve])
-    ax.set(xlabel="pieces", ylabel="µs of a call", ylim=(0, None))
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9)
-    return fig

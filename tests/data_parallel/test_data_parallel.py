@@ -204,7 +204,6 @@ def test_figures_draw():
         figures.view_buckets({**curve, "curve": [(2, 0.1), (4, 0.2)]}),
         figures.draw_batches({4: (100, 90, 120), 8: (60, 55, 70)}),
         figures.draw_scaling({"yours": (0.9, 0.95)}, "2 ranks"),
-        figures.draw_parts({"yours": dict.fromkeys("abcd", 1.0)}, "2 ranks"),
     ):
         fig.canvas.draw()
         plt.close(fig)

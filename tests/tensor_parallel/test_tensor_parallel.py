@@ -67,8 +67,7 @@ def test_the_model_of_links():
 
 def test_figures_draw():
     times = {"yours": (1e-3, 9e-4, 2e-3), "matmul alone": (5e-4, 4e-4, 6e-4)}
-    pieces = figures.draw_pieces({name: {1: 2.0, 2: 1.0} for name in "abcd"})
-    drawn = figures.draw_cuts(), figures.view_links(tp.explore_links()), figures.draw_race(times), pieces
+    drawn = figures.draw_cuts(), figures.view_links(tp.explore_links()), figures.draw_race(times)
     for fig in drawn:
         fig.canvas.draw()
 
