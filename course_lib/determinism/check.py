@@ -58,7 +58,7 @@ def first_difference(answer):
         def run(which, changed=changed, ran=ran, starts=starts, calls=calls):
             calls.append(which)
             with _disable_current_modes():  # so that memory is found with other numbers in each run
-                _ = [torch.full((999,), float(which)) for _ in range(3)]
+                _ = [torch.full((999,), float(which)) for _ in range(400)]
                 del _
             found = torch.empty(999)
             _ = found, torch.empty_like(found), found.new_empty(999)

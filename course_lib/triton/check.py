@@ -369,7 +369,7 @@ def cross_entropy(answer):
     for trial, (dtype, block, wide, offset) in enumerate(kinds):
         cols = random.choice((random.randrange(33, 48), 65, 129, 96)[: 4 if trial else 3])
         cols = random.randrange(33, 48) if trial == 4 else cols  # fewer than BLOCK
-        rows, cols = random.randrange(3, 6), cols + 200 * (trial == 3)
+        rows, cols = random.randrange(3, 6) + 9 * (trial == 2), cols + 200 * (trial == 3)
         logits = (wide * torch.randn(rows, cols) + offset).to(dtype)
         target = torch.randint(cols, (rows,))
         target[0], target[1] = cols - 1, 0
@@ -382,7 +382,7 @@ def cross_entropy(answer):
             target[random.randrange(rows)] = (-1, 0, -7, -100, -2)[trial]
         logits, before = within(logits), logits.double().requires_grad_()
         want = torch.where(target >= 0, F.cross_entropy(before, target.clamp(min=0), reduction="none"), 0.0)
-        scale = torch.tensor(random.uniform(0.2, 0.9))
+        scale = torch.tensor(random.uniform(0.3, 0.4))
         (grad,) = torch.autograd.grad(want.sum() * scale, before)
         what = f"{rows} x {cols} of {NAMES[dtype]}, BLOCK {block}" + ", sure of the target" * sure
         loss, program = poisoned(rows), torch.arange(rows)
