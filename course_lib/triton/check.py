@@ -272,9 +272,9 @@ def autograd_function(function):
                  f"expected a class from torch.autograd.Function, got {core.kind(function)}")  # fmt: skip
     made = []  # both forward passes come first: what one keeps, the other must not overwrite
     for case, dtype, eps in (("dy of its own", FULL, 0.3), ("the dy of y.sum()", HALF, 0.2)):
-        leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(6, 37), torch.randn(37) + 1)]
+        leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(24, 37), torch.randn(37) + 1)]
         leaves[1].data[5] = 0.0
-        dy = torch.randn(6, 37).to(dtype) if "own" in case else torch.ones(1, dtype=dtype).expand(6, 37)
+        dy = torch.randn(24, 37).to(dtype) if "own" in case else torch.ones(1, dtype=dtype).expand(24, 37)
         got, what = [], f"RMSNorm, {case}, eps {eps}"
         wide, kept = [t.detach().double().requires_grad_() for t in leaves], core.clone([*leaves, dy])
         watched(lambda: got.append(function.apply(*leaves, eps)), "RMSNorm.forward", what)  # noqa: B023
